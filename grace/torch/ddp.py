@@ -273,6 +273,11 @@ class DDPState(PythonReducerMixin):
         self.hyperparameters = hyperparameters(self.optimizer)
         context.hyperparameter_digest = digest(self.hyperparameters)
 
+    @property
+    def context(self) -> Context:
+        """The exchange's context."""
+        return self.runner.context
+
     def _count_updates(self) -> None:
         """Count an update if parameters changed since the last step, by torch's version counters. Needed where the
         optimizer is not known."""

@@ -93,11 +93,12 @@ def local_ranks():
     """This rank's number on its node; then that of a backend which nobody told it, where ranks say other nodes."""
     told, backend = grace.local_rank(), grace.init("auto")
     os.environ["GRACE_NODE"] = "even" if grace.rank() % 2 == 0 else "odd"
-    backend.local_rank, before = None, backend.local_rank
+    before = backend.local_rank, backend.local_size
+    backend.local_rank = None
     try:
         return told, grace.local_rank(), grace.local_rank()
     finally:
-        backend.local_rank = before
+        backend.local_rank, backend.local_size = before  # later tests have the same ranks
         del os.environ["GRACE_NODE"]
 
 

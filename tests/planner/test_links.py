@@ -186,7 +186,7 @@ def failing():
 def test_a_rank_that_fails_ends_all(two_ranks):
     (first, said, size), (second, own, _) = two_ranks.run(failing)
     assert (first, second, own, size) == ("RankError", "MemoryError", "no more", 2)
-    assert "rank 1 could not measure the network: no more" in said
+    assert "rank 1 could not measure the network: MemoryError: no more" in said
 
 
 def test_alone_there_is_nothing_to_measure():

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,12 @@ RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 Emit = Callable[[Event], None]
 SettingsOf = TypeVar("SettingsOf")
 Joined = TypeVar("Joined")
+
+
+def append_line(file: Path, content: Mapping[str, object]) -> None:
+    """Append an object to the file."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(content) + "\n")
 
 
 def run_as_rank(main: Callable[..., None]) -> None:
@@ -41,8 +47,7 @@ def join_run(
 
     def emit(event: Event) -> None:
         if grace.rank() == 0:
-            with events.open("a") as lines:
-                lines.write(json.dumps(event) + "\n")
+            append_line(events, event)
 
     yield rank_settings, joined, emit
     grace.shutdown()

@@ -685,7 +685,7 @@ class Session:
             rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
         if self.grad_scaler is None:
             names = rounds.context.api_names
-            advice = "(give a GradScaler, which skips steps of one rank, as grad_scaler=)"
+            advice = "(if a GradScaler skipped it, give grad_scaler=; if its data ended, give all ranks as much)"
             rounds.context.api_names = replace(names, step=f"{names.step} {advice}")
         elif not any(isinstance(hook, ScalerHook) for hook in self.hooks):
             # A rank whose scaler skips the step runs the rounds after the scaler's update.

@@ -3,7 +3,7 @@
     python tools/versions.py --torch 2.6.0 2.14.1 --python python3.10 python3.13
 
 With a torch all fast tests run, and torch's tests over ranks; before 2.13 those of pipelines and FSDP2 do not, which
-refuse it, nor two that its compilers cannot pass. With a Python all fast tests run that need no framework.
+refuse it, nor what its Triton and compiler cannot pass. With a Python all fast tests run that need no framework.
 A table at the end says what passed, and the exit code is 1 if anything failed. Releases are those of constraints.txt,
 except for torch and what torch itself pins.
 """

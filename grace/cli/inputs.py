@@ -18,7 +18,7 @@ Model = Any
 """Module of torch, model of Keras, or a list of variables: which one, :func:`framework_of` says."""
 Loss = Callable[[Model], Tensor]
 """Function that returns the loss of a batch."""
-MOST_RANKS = 1 << 16
+MOST_RANKS = 65_535  # as in the file of a cluster
 """A larger number, a slip of the keyboard, would take all memory: a node is kept for each rank."""
 
 # -- models ---------------------------------------------------------------------------------------------------------

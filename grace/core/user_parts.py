@@ -151,10 +151,12 @@ def check_shape(value: Tensor, out: Tensor, what: str = "decompress()") -> Tenso
     """Return the value if it has the shape of ``out``. Dimensions that a graph does not know are not compared.
 
     Raises:
-        PayloadError: it has another shape, and would be broadcast.
+        PayloadError: it is no tensor, or has another shape, and would be broadcast.
     """
-    # A result that is no tensor gets a shape that equals no other.
-    got, wanted = tuple(getattr(value, "shape", ("none",))), tuple(out.shape)
+    wanted = tuple(out.shape)
+    if not hasattr(value, "shape"):
+        raise PayloadError(f"{what} gave {_describe_type(value)}, where a tensor of shape {wanted} is wanted")
+    got = tuple(value.shape)
     if got != wanted and None not in (*got, *wanted):
         raise PayloadError(f"{what} gave a tensor of shape {got}, where {wanted} is wanted")
     return value

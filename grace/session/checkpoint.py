@@ -121,10 +121,9 @@ def check_settled(runner: Any) -> None:
     """
     if runner.in_progress:
         names = runner.context.api_names
-        dropping = getattr(runner, "dropping", names.drop)
         raise ExchangeError(
             "the exchange of a step is under way, and the state does not have its result yet. Save and load after "
-            f"{names.step}{dropping and f', or drop the step before, with {dropping}'}"
+            f"{names.step}{names.drop and f', or drop the step before, with {names.drop}'}"
         )
 
 

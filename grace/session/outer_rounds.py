@@ -1,5 +1,5 @@
-"""Outer rounds (local SGD, DiLoCo): ranks train alone, and exchange now and then how far they have
-drifted from an anchor that all share.
+"""Outer rounds (local SGD, DiLoCo): ranks train alone, and exchange now and then how far they have drifted from an
+anchor that all share.
 
 With the anchor a, rank i's parameters x_i and the outer optimizer's step, a round of a fragment is
 
@@ -323,13 +323,19 @@ class OuterRounds:
             if fragment.travels:
                 self._apply_outer_step(fragment, fragment.outer.merge)
             # A program may have set parameters since the last round, as an average of weights does at the end.
-            if any(not _equal(self.read(shard), self._anchor(shard, self.read(shard))) for shard in fragment.shards):
+            if not all(map(self._at_anchor, fragment.shards)):
                 fragment.applied_at = -1
         # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
             if not self._send(fragment, later=False):  # a rank that was not finite has the anchors now
                 self._send(fragment, later=False)
             self._apply_outer_step(fragment, 0.0)
+
+    def _at_anchor(self, shard: Shard) -> bool:
+        """Return True if a shard has the values that its anchor has in the parameters' dtype, which may be narrower."""
+        x = self.read(shard)
+        k = kernels_of(x)
+        return _equal(x, k.cast(self._anchor(shard, x), k.dtype(x)))
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""

@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import horovod.torch as hvd
@@ -11,6 +12,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.backends.horovod_torch import TorchHorovodBackend
+from grace.core.api_names import TORCH
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import digest
@@ -47,6 +49,7 @@ class HorovodSession(Session):
     ):
         self.backend = backend
         super().__init__(optimizer, parameters, choices, backend, **options)
+        self.context.api_names = replace(TORCH, drop="optimizer.synchronize() and optimizer.zero_grad()")
         self._name_buckets()
         self.name_of = {p: name for name, p in self.parameters.items()}
         own = self.runner.hyperparameters
@@ -207,8 +210,6 @@ class HorovodSession(Session):
             if p.grad is None and not outcome.pending and p.requires_grad:
                 p.grad = torch.zeros_like(p)
         self.reset_step()
-
-    dropping = "optimizer.synchronize() and optimizer.zero_grad()"
 
     @property
     def in_progress(self) -> bool:

@@ -93,7 +93,6 @@ def test_models_have_a_loss(name):
 
 SMALL = """
 import torch
-import typer
 
 def net():
     x = torch.ones(8, 16)

@@ -88,7 +88,7 @@ REFUSED = {
         (["-n", "1"], "--ranks must be between 2 and 1000, not 1: one rank exchanges nothing"),
         (["--methods", "topq"], "did you mean 'topk'"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind: "),
+        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind ("),
         (["--out", "bytes.jsonl", "--resume"], "bytes.jsonl: is not UTF-8 text"),
     ],
     "pipeline": [
@@ -100,7 +100,7 @@ REFUSED = {
         (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
         (["--schedule", "zbv"], "gpipe or 1f1b"),
         (["--blocks", "0"], "--blocks must be at least 1"),
-        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind: "),
+        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind ("),
     ],
 }
 CASES = [

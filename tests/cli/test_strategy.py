@@ -111,7 +111,7 @@ def test_what_contradicts_itself_or_cannot_be_written_is_refused(folder):
     assert "cluster.yaml is a file that is read, and would be overwritten" in over
     assert "cannot write no/s.yaml: No such file" in run(folder, *build, "no/s.yaml", code=2)
     assert "cannot write no/s.json: No such file" in run(folder, "schema", "-o", "no/s.json", code=2)
-    assert "65536" in run(folder, *build, "s.yaml", "-n", "100000000", code=2)
+    assert "65535" in run(folder, *build, "s.yaml", "-n", "100000000", code=2)
     run(folder, *build, "s.yaml", "-n", "2")
     for other in (("-n", "3"), ("-r", "cluster.yaml")):
         assert "s.yaml is for 2 ranks, and" in run(folder, "show", "s.yaml", *other, code=2)

@@ -65,7 +65,7 @@ def test_a_file_with_a_wrong_value_is_named(kind, place, value):
         owner = owner[key]
     owner[place[-1]] = value
     assert re.search(
-        r"results\.json is damaged, or of another kind: (TypeError|AttributeError|IndexError|ValueError): ",
+        r"results\.json is damaged, or of another kind \((TypeError|AttributeError|IndexError|ValueError): ",
         runs(document, ["report"]),
     )
 

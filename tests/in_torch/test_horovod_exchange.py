@@ -72,6 +72,18 @@ def test_ranks_may_get_ready_in_any_order(compressor, communicator, dtype):
     return ends
 
 
+@on_ranks(2, engine="horovodrun-gloo")
+def test_a_state_in_the_middle_of_a_step_is_refused_with_the_calls_that_drop_the_step():
+    model = Given(SHAPES)
+    optimizer = distributed(model, "topk(ratio=0.1)")
+    model.backward(made_up(SHAPES, 0, grace.rank()))
+    said = refusal(optimizer.state_dict, kind=grace.ExchangeError)
+    assert said.endswith("or drop the step before, with optimizer.synchronize() and optimizer.zero_grad()"), said
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.state_dict()
+
+
 # -- groups and operations ------------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,7 @@ MISTAKES = {
     "compensating: compensate() changed its input for 'w'": lambda: Allgather(
         "topk(ratio=0.25)", Compensating(lambda x: x.add_(1))
     ),
-    "compensating: compensate() gave a tensor of shape ('none',), where (4,) is wanted for 'w'": lambda: Allgather(
+    "compensating: compensate() gave None, where a tensor of shape (4,) is wanted for 'w'": lambda: Allgather(
         "topk(ratio=0.25)", Compensating(lambda x: None)
     ),
     "compensating: compensate() gave a tensor of shape (2, 2), where": lambda: Allgather(

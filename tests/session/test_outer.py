@@ -91,6 +91,19 @@ def test_parameters_that_a_program_sets_after_a_round_are_in_the_last_one():
     return digest(weights(model))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_a_last_round_right_behind_a_round_changes_nothing(dtype):
+    """Though anchors are kept wider than parameters, and the outer optimizer has momentum."""
+    model = Given(SHAPES, dtype)
+    optimizer = distributed(model, outer="nesterov", period=2)
+    run_given(optimizer, model, range(4))
+    before = digest(weights(model))
+    optimizer.flush()
+    assert digest(weights(model)) == before
+    return before
+
+
 def test_alone_an_outer_step_of_rate_1_changes_nothing():
     grace.init("local")
     plain, local = net(), net()

@@ -134,7 +134,7 @@ def naming_damage(*paths: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         named = " or ".join(map(str, paths))
         raise ConfigError(
-            shortened(f"{named} is damaged, or of another kind: {type(error).__name__}: {error}")
+            shortened(f"{named} is damaged, or of another kind ({type(error).__name__}: {error}): measure it anew")
         ) from error
 
 

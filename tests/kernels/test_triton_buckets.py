@@ -356,7 +356,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
 
     def tables():
         codec = bucket.program.codec.codec
-        return [codec.owners, *codec.tables.values()]
+        return [codec.owners, *(copy.tensor for copy in codec.copies.values())]
 
     with as_far() if "threshold" in spec else contextlib.nullcontext():
         for _ in range(2):

@@ -21,6 +21,35 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+class StagedCopy:
+    """Pinned memory and memory on a device, through which arrays of one size and dtype are copied again and again.
+
+    New memory for each copy would take longer than the copy. It would also change what the framework's allocator
+    returns for other tensors, whose addresses may then differ from those of the step before.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype, device: torch.device):
+        on_gpu = device.type == "cuda"
+        like = torch.from_numpy(np.empty(0, dtype))
+        self.host = torch.empty(size, dtype=like.dtype, pin_memory=on_gpu)
+        self.array = self.host.numpy()
+        self.tensor = torch.empty(size, dtype=like.dtype, device=device)
+        """The numbers on the device."""
+        self.copied = torch.cuda.Event() if on_gpu else None
+
+    def write(self, values: np.ndarray) -> None:
+        """Copy numbers to the device, behind all work of the current stream so far.
+
+        The host waits only if the device has not made the last copy yet.
+        """
+        if self.copied is not None and not self.copied.query():
+            self.copied.synchronize()
+        self.array[:] = values
+        self.tensor.copy_(self.host, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+
+
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies in the CPU's memory, when they are there; tensors of the CPU themselves. A GPU copies to pinned
     memory, and all its copies take one wait."""

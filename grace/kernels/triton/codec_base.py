@@ -16,7 +16,7 @@ from numpy import ndarray as Array
 
 from grace.kernels.bucket_codec import BucketCodec, DeviceHeader, Places
 from grace.kernels.constants import ANY_BITS
-from grace.kernels.torch.copies import to_device
+from grace.kernels.torch.copies import StagedCopy, to_device
 from grace.kernels.triton import bucket_tables
 from grace.kernels.triton.launching import BLOCK, launch, signed
 
@@ -56,7 +56,7 @@ class TritonCodec(BucketCodec):
                 row[column] = tensor.offset
         # Cleared by the kernel that writes the header of each wire.
         self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
-        self.tables: OrderedDict[tuple[int, np.dtype, bytes], torch.Tensor] = OrderedDict()
+        self.copies: OrderedDict[tuple[int, np.dtype, int, bytes], StagedCopy] = OrderedDict()
         self.captured = list[torch.Tensor]()
         self.owners, self.plan[:, bucket_tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
 
@@ -74,18 +74,32 @@ class TritonCodec(BucketCodec):
 
     def to_device_once(self, values: Array) -> torch.Tensor:
         """Return numbers on the device. They are copied there, without waiting, unless they were lately."""
-        # By stream, too: another one could read a copy before it is made.
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        key = stream, values.dtype, values.tobytes()
-        held = self.tables.pop(key, None)
-        if held is None:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             held = to_device(torch.from_numpy(values.copy()), self.device)
-        self.tables[key] = held
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.captured.append(held)  # a graph reads it whenever it is replayed
-        while len(self.tables) > 2 * KEPT_TABLES:
-            self.tables.popitem(last=False)
-        return held
+            return held
+        # By stream, too: another one could read a copy before it is made.
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
+        form = stream, values.dtype, len(values)
+        key = *form, values.tobytes()
+        copy = self.copies.pop(key, None)
+        if copy is None:
+            copy = self._oldest_copy(form) or StagedCopy(len(values), values.dtype, self.device)
+            copy.write(values)
+        self.copies[key] = copy  # the last one is the one that was used last
+        return copy.tensor
+
+    def _oldest_copy(self, form: tuple[int, np.dtype, int]) -> StagedCopy | None:
+        """Return the copy of this stream, dtype and size that was not used for longest, to be written to; None if
+        there are few copies, or none of these."""
+        if len(self.copies) < 2 * KEPT_TABLES:
+            return None
+        found = next((key for key in self.copies if key[:3] == form), None)
+        if found is None:
+            self.copies.popitem(last=False)
+            return None
+        return self.copies.pop(found)
 
     def table(
         self,
@@ -97,12 +111,13 @@ class TritonCodec(BucketCodec):
     ) -> torch.Tensor:
         """Return the table for kernels: a row of each variable, then addresses of wires, and of one's ``headers``."""
         # Tables are of int64, which keeps the bits of addresses.
-        rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
+        rows = np.ascontiguousarray(rows, np.uint64).view(np.int64)
+        wires = np.ascontiguousarray(wires, np.uint64).view(np.int64)
         apart, wires = (wires[0] - wires[0, :1], wires[0, :1]) if wires.ndim > 1 else (0, wires)
         whole = np.empty(self.plan.size + len(wires) + len(headers), np.int64)
         plan = whole[: self.plan.size].reshape(self.plan.shape)
         plan[:] = self.plan
-        parts, sides = np.split(rows, [3], axis=1)
+        parts, sides = rows[:, :3], rows[:, 3:]
         plan[:, : parts.shape[1]] = parts
         if sides.size:
             plan[:, [bucket_tables.KEPT_SIDES.value, bucket_tables.NEXT_SIDES.value]] = sides

@@ -21,6 +21,6 @@ def test_a_gpu_sends_what_was_computed_before_and_decodes_what_has_come(gpu, tmp
             assert (one == step).all()
             assert (two == 2 * step).all()
             assert (three == 3 * step).all()
-        assert backend._side(x.device) is not None
+        assert backend._side_stream(x.device) is not None
     finally:
         dist.destroy_process_group()

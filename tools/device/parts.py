@@ -26,8 +26,8 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("versions", "versions, and the card", 20, 15, 1, "tools.device.figures:versions"),
-    Part("bits", "every kernel's bits against the reference", 90, 40, 8, "tools.device.suites:bits"),
-    Part("tests", "the tests of tests/device", 50, 45, 2, "tools.device.suites:tests"),
+    Part("bits", "every kernel's bits against the reference", 70, 40, 8, "tools.device.suites:bits"),
+    Part("tests", "the tests of tests/device", 70, 60, 2, "tools.device.suites:tests"),
     Part("compiling", "how long a method's kernels take to be compiled", 30, 25, 8, "tools.device.figures:compiling"),
     Part("bandwidth", "encoding and decoding, of what a copy moves", 75, 25, 1, "tools.device.figures:bandwidth"),
     Part("products", "PowerSGD's exchange beside torch.bmm", 20, 10, 1, "tools.device.figures:products"),

@@ -17,6 +17,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.variable import Variable
+from grace.core.weak_calls import WeakCall
 from grace.errors import ConfigError, RankError
 from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
@@ -240,8 +241,7 @@ class ByHand:
         runner = build_step_runner(variables, lambda: plan, backend, context, [("called", "by hand")], check)
         (bucket,) = runner.buckets
         self._label(bucket)
-        leave_run = weakref.WeakMethod(self.leave_run)  # the backend must not keep the communicator alive
-        backend.at_shutdown(lambda: (leave_run() or bool)())  # bool() does nothing
+        backend.at_shutdown(WeakCall(self.leave_run))  # the backend must not keep the communicator alive
         return runner, bucket
 
     def _add_bucket(self, runner: StepRunner, variables: Callable[[], list[Variable]]) -> Bucket:

@@ -52,16 +52,12 @@ class HorovodSession(Session):
         self.context.api_names = replace(TORCH, drop="optimizer.synchronize() and optimizer.zero_grad()")
         self._name_buckets()
         self.name_of = {p: name for name, p in self.parameters.items()}
-        own = self.runner.hyperparameters
-        me = weakref.proxy(self)
-
-        def hyperparameters() -> list[tuple[str, str]]:
-            """Return the facts to compare: hyperparameters, and the name of the state that this rank resumed from."""
-            return [*own(), ("gone on from what is called", me.runner.run)]
-
-        self.runner.hyperparameters = hyperparameters
         self.on_state_loaded()
         self._reset()
+
+    def describe_hyperparameters(self) -> list[tuple[str, str]]:
+        """Return the facts to compare: hyperparameters, and the name of the state that this rank resumed from."""
+        return [*super().describe_hyperparameters(), ("gone on from what is called", self.runner.run)]
 
     def _name_buckets(self) -> None:
         """Give every bucket the name under which Horovod pairs its collectives."""

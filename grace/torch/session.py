@@ -16,6 +16,7 @@ from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable, unwrap_names
+from grace.core.weak_calls import WeakCall
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.header import digest
@@ -103,13 +104,32 @@ class Session:
         grad_scaler: torch.amp.GradScaler | None,
         settings: Settings,
     ):
+        # 1. What the user gave.
         self._optimizer = weakref.ref(optimizer)  # the optimizer refers to this session
         self.grad_scaler = grad_scaler
         self.settings = settings
+        self.sparse_known = isinstance(parameters, torch.nn.Module)
+        """True if the model tells which of its parameters have sparse gradients."""
+        self.chosen_sets = groups is not None and groups != 0
+        self.shard_group = _shard_group(optimizer, parameters, choices, backend)
+        """The ranks that have the other parts of the parameters; None if this rank has whole ones."""
+        lr = WeakCall(self._lr, otherwise=1.0)
+        self.context = Context(seed=settings.seed, lr=lr, predivide=settings.reduction.predivide)
         self.hooks: list[RemovableHandle | ScalerHook] = []
         """Handles that remove this session's hooks; empty once the optimizer was closed."""
         self.finalizer: weakref.finalize[..., torch.optim.Optimizer] | None = None
         """Detaches this session when Python deletes the optimizer."""
+        # 2. The optimizer as it is now, which later steps are compared with.
+        self.optimizer_type = type(optimizer).__name__
+        self.in_optimizer = parameters_in(optimizer)
+        """All parameters that the optimizer's groups had at the beginning."""
+        self.parameter_count = len(self.in_optimizer)
+        """Number of those that they had at the last step."""
+        self.hyperparameters = hyperparameters(optimizer)
+        """Hyperparameters of the last step."""
+        self.digest = digest(self.hyperparameters)
+        self.hyperparameter_source = immutable_settings(optimizer)
+        # 3. Its variables and their plan, found while the ranks agree on a runner.
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         """Parameters of the optimizer that require no gradients, by name."""
@@ -118,60 +138,9 @@ class Session:
         self.shapes: list[torch.Size] = []
         """Shapes of the parameters, in order, which buffers and fused codecs were made for."""
         self.plan: ExchangePlan | None = None
-        self.outer_rounds: OuterRounds | None = None
-        """The outer rounds of parameters that ranks train alone; None if there are none."""
         self.auto_request: AutoRequest | None = None
-        self.shard_group = _shard_group(optimizer, parameters, choices, backend)
-        """The ranks that have the other parts of the parameters; None if this rank has whole ones."""
-        self.chosen_sets = groups is not None and groups != 0
         start: dict[str, torch.Tensor] = {}
-
-        me = weakref.ref(self)  # without a reference cycle, everything is freed when the optimizer is
-
-        def lr(name: str) -> float:
-            """Return the learning rate of a variable; 1 if the session is gone."""
-            session = me()
-            return 1.0 if session is None else session._lr(name)
-
-        self.context = Context(seed=settings.seed, lr=lr, predivide=settings.reduction.predivide)
-        compared = () if self.ranks_load_alone else hyperparameters(optimizer)
-        facts = [
-            ("torch", public(torch.__version__)),
-            ("backward_passes_per_step", str(passes)),
-            *settings.facts(),
-            ("grad_scaler", "none" if grad_scaler is None else "given"),
-            *in_words(type(optimizer).__name__, compared),
-        ]
-        self.runner = build_step_runner(
-            lambda: self._list_variables(optimizer, parameters, passes, start, facts),
-            lambda: self._choose_plan(choices, parameters, groups, facts),
-            backend,
-            self.context,
-            facts,
-            self._check,
-            backend.elastic,
-            settings.hierarchical,
-            settings.compress_after,
-        )
-        if not backend.elastic:  # whose ranks have not met yet
-            advise_hierarchy(self.runner)
-        try:
-            self._check_plan(self.runner)
-        except ConfigError:
-            self.runner.close()
-            raise
-        if self.shard_group is not None:
-            self.shard_group.connect()
-            self.runner.part = self.shard_group.part
-        named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
-        floats = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
-        names = unwrap_names([name for name, _ in floats])
-        self.buffers = {name: buffer for name, (_, buffer) in zip(names, floats, strict=True)}
-        """Buffers of a module, which are averaged after outer rounds."""
-        self._connect_rounds()
-        self.runner.follows_scaler = partial(scaler_enabled, grad_scaler)
-        recorder.note(updates_follow=True)
-        self._index_buckets()
+        self.runner = self._agree_on_runner(optimizer, parameters, choices, backend, passes, groups, start)
         self.param_group = {
             name: index
             for index, group in enumerate(optimizer.param_groups)
@@ -179,33 +148,79 @@ class Session:
             if any(p is other for other in group["params"])
         }
         """Number of the optimizer's parameter group by parameter name."""
-        self.in_optimizer = parameters_in(optimizer)
-        """All parameters that the optimizer's groups had at the beginning."""
-        self.parameter_count = len(self.in_optimizer)
-        """Number of those that they had at the last step."""
+        # 4. Outer rounds, and tables of buckets.
+        self.buffers = _float_buffers(parameters)
+        """Buffers of a module, which are averaged after outer rounds."""
+        self.outer_rounds: OuterRounds | None = None
+        """The outer rounds of parameters that ranks train alone; None if there are none."""
+        self._connect_rounds()
+        self._index_buckets()
+        # 5. The step in progress.
         self.checked = False
         self.idle = False
         """True if gradients were cleared and the optimizer was not used since."""
-        self.hyperparameters = hyperparameters(optimizer)
-        """Hyperparameters of the last step."""
-        kind = type(optimizer).__name__
-
-        def describe_hyperparameters() -> list[tuple[str, str]]:
-            """Return the hyperparameters of the last step, as facts for the ranks to compare."""
-            session = me()
-            return [] if session is None else in_words(kind, session.hyperparameters)
-
-        self.runner.hyperparameters = describe_hyperparameters
-        self.digest = digest(self.hyperparameters)
-        self.hyperparameter_source = immutable_settings(optimizer)
         self.versions: dict[int, tuple[list[torch.Tensor | None], list[int]]] = {}
         """Gradients of each bucket whose exchange has begun, and their versions at that time."""
         self.written: dict[str, torch.Tensor] = {}
         """Views of gradients that aggregates are written into directly, by variable."""
         self.unused: UnusedMeans | None = None
+        recorder.note(updates_follow=True)
+        # 6. All ranks start with equal parameters.
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
             broadcast_parameters({name: local_part(tensor.detach()) for name, tensor in start.items()}, 0, backend)
         self.auto: Driver | None = None if self.auto_request is None else driver_of(self)
+
+    def _agree_on_runner(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: NamedParameters,
+        choices: Choices,
+        backend: Backend,
+        passes: int,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None,
+        start: dict[str, torch.Tensor],
+    ) -> StepRunner:
+        """Return the runner of the variables and the plan, which all ranks have compared; or raise on all of them.
+
+        Args:
+            start: filled with the tensors that must start equal, by name.
+        """
+        compared = () if self.ranks_load_alone else self.hyperparameters
+        facts = [
+            ("torch", public(torch.__version__)),
+            ("backward_passes_per_step", str(passes)),
+            *self.settings.facts(),
+            ("grad_scaler", "none" if self.grad_scaler is None else "given"),
+            *in_words(self.optimizer_type, compared),
+        ]
+        runner = build_step_runner(
+            partial(self._list_variables, optimizer, parameters, passes, start, facts),
+            partial(self._choose_plan, choices, groups, facts),
+            backend,
+            self.context,
+            facts,
+            self._check,
+            backend.elastic,
+            self.settings.hierarchical,
+            self.settings.compress_after,
+        )
+        if not backend.elastic:  # whose ranks have not met yet
+            advise_hierarchy(runner)
+        try:
+            self._check_plan(runner)
+        except ConfigError:
+            runner.close()
+            raise
+        if self.shard_group is not None:
+            self.shard_group.connect()
+            runner.part = self.shard_group.part
+        runner.follows_scaler = partial(scaler_enabled, self.grad_scaler)
+        runner.hyperparameters = WeakCall(self.describe_hyperparameters, otherwise=())
+        return runner
+
+    def describe_hyperparameters(self) -> list[tuple[str, str]]:
+        """Return the hyperparameters of the last step, as facts for the ranks to compare."""
+        return in_words(self.optimizer_type, self.hyperparameters)
 
     def _list_variables(
         self,
@@ -254,26 +269,23 @@ class Session:
         return variables
 
     def _choose_plan(
-        self,
-        choices: Choices,
-        named_parameters: NamedParameters,
-        groups: int | Sequence[Sequence[torch.Tensor]] | None,
-        facts: list[tuple[str, str]],
+        self, choices: Choices, groups: int | Sequence[Sequence[torch.Tensor]] | None, facts: list[tuple[str, str]]
     ) -> ExchangePlan:
         """Return the plan for the user's choices; with ``strategy="auto"``, the plan that planning starts from."""
-        self.sparse_known = known = isinstance(named_parameters, torch.nn.Module)
         limits = self.settings.limits.for_sets if self.chosen_sets else self.settings.limits
-        own = self.parameters
-        me = weakref.ref(self)  # the plan keeps `sets`, and must not keep the session alive
-        unbucketed = lambda: me().unbucketed(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
-        sets = lambda: horovod_groups(own, groups, unbucketed())  # noqa: E731
         self.auto_request = choices.auto_request()
         if self.auto_request is not None:
             self.settings.check_auto()
             facts.append(("the strategy", self.auto_request.options.spec))
             choices = self.auto_request.starting_choices(choices)
-        self.plan = choices.plan(limits, sets, sparse_known=known)
+        sets = partial(WeakCall(self._sets), groups)  # the plan keeps it, and must not keep the session alive
+        self.plan = choices.plan(limits, sets, sparse_known=self.sparse_known)
         return self.plan
+
+    def _sets(self, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> list[list[str]] | None:
+        """Return the names of the parameters that may share a collective; None if all may."""
+        unbucketed = () if self.sparse_known else self.unbucketed(self.parameters)
+        return horovod_groups(self.parameters, groups, unbucketed)
 
     @property
     def optimizer(self) -> Any:
@@ -779,6 +791,14 @@ class Session:
             else:
                 outs.append(None)
         return outs
+
+
+def _float_buffers(parameters: NamedParameters) -> dict[str, torch.Tensor]:
+    """Return the floating-point buffers of a model, by name; none if the parameters were given without their model."""
+    named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
+    floats = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
+    names = unwrap_names([name for name, _ in floats])
+    return {name: buffer for name, (_, buffer) in zip(names, floats, strict=True)}
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:

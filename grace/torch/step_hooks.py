@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from grace.core.weak_calls import WeakCall
+
 DCP = "torch.distributed.checkpoint.state_dict"
 """Module of torch that creates an optimizer's state by a step."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
@@ -61,15 +63,13 @@ class ScalerHook:
 
     def __init__(self, scaler: Any, call: Callable[[], object]):
         self.scaler = scaler
-        method = weakref.WeakMethod(call)  # type: ignore[arg-type]
+        weak_call = WeakCall(call)
         inner = scaler.update
 
         @functools.wraps(inner)
         def update(*args: object, **kwargs: object) -> None:
             inner(*args, **kwargs)
-            alive = method()
-            if alive is not None:
-                alive()
+            weak_call()
 
         scaler.update = self.update = update
 

@@ -138,7 +138,9 @@ def broadcast(tensor: "tf.Tensor | AnyVariable", root_rank: int, name: str | Non
     backend = engine_for("tensorflow")
 
     def run(x: tf.Tensor) -> tf.Tensor:
-        describe = lambda: f"{_described(x, name)} from rank {chosen_root(0, root_rank, backend.size)}"  # noqa: E731
+        def describe() -> str:
+            return f"{_described(x, name)} from rank {chosen_root(0, root_rank, backend.size)}"
+
         with compared(backend, "broadcast", describe, True):
             if not x.shape.num_elements():
                 return x

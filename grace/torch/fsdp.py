@@ -1,6 +1,7 @@
 """FSDP2: compressed exchange, over the replicate axis, of gradients that were reduced within each shard group."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class FSDPState(DDPState):
                 )
             return unpack_state(state[part])
 
-        convert = lambda saved: move_to_devices(saved, parameters)  # noqa: E731
+        convert = partial(move_to_devices, parameters=parameters)
         checkpoint.load(self.runner, read, memory, convert, self.shard_group.backends)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,8 +259,7 @@ def broadcast_parameters(
         ]  # as bytes, since engines do not support every dtype
         # all ranks must broadcast tensors of the same sizes: the checksum stands for the list of sizes
         sizes = zlib.crc32(repr([buffer.numel() for buffer in raw]).encode())
-        describe = lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"  # noqa: E731
-        with compared(backend, f"broadcast of {sizes:08x}", describe):
+        with compared(backend, f"broadcast of {sizes:08x}", partial(_describe_root, root, root_rank, backend.size)):
             root = chosen_root(root, root_rank, backend.size)
             # a list: all broadcasts start before the first is awaited
             for handle in [backend.broadcast(buffer, root) for buffer in raw]:
@@ -267,6 +267,11 @@ def broadcast_parameters(
         for tensor, sent in zip(tensors, dense, strict=True):
             if sent is not tensor:  # contiguous() made a copy, into which the root's values came
                 tensor.copy_(sent)
+
+
+def _describe_root(root: int, root_rank: int | None, size: int) -> str:
+    """Return the root of a broadcast in words; raise ConfigError if it is no rank."""
+    return f"from rank {chosen_root(root, root_rank, size)}"
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,8 +307,7 @@ def broadcast_optimizer_state(
     backend = current() if backend is None else backend
     skeleton, tensors = _extract_tensors(torch.optim.Optimizer.state_dict(optimizer))
     facts = [(tuple(t.shape), t.dtype, str(t.device)) for t in tensors]
-    describe = lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"  # noqa: E731
-    with compared(backend, "broadcast_optimizer_state", describe):
+    with compared(backend, "broadcast_optimizer_state", partial(_describe_root, root, root_rank, backend.size)):
         root = chosen_root(root, root_rank, backend.size)
         skeleton, facts = backend.allgather_object((skeleton, facts) if backend.rank == root else None)[root]
     if backend.rank != root:

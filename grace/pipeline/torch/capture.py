@@ -416,8 +416,12 @@ def fake_values(
     flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), torch.random.fork_rng([]):
         # the graph's example inputs are fake tensors of torch.export's mode, and two modes do not mix
-        fresh = lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)  # noqa: E731
-        own = [fresh(one) if isinstance(one, torch.Tensor) else one for one in flat]
+        own = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+            if isinstance(one, torch.Tensor)
+            else one
+            for one in flat
+        ]
         interpreter = _FakeInterpreter(captured, mode, context_of, on_value)
         interpreter.device = first_device(own)
         interpreter.run(*own, enable_io_processing=False)  # the inputs are flat already

@@ -290,7 +290,7 @@ class Pipeline:
         """Return this rank's work in a call, and the shapes and values of the batch that the ranks compare."""
         assert self.plan is not None
         if self.inputs == "rank0":
-            given = lambda: self._split_target(args, kwargs, targeted)  # noqa: E731
+            given = functools.partial(self._split_target, args, kwargs, targeted)
             args, kwargs, target = broadcast_batch(self.mesh, given)
             compared = []
         else:

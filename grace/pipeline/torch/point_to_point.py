@@ -205,8 +205,7 @@ class PointToPointStage:
         traced = recorder.phase(f"forward of stage {self.stage_index}", "stage", microbatch=chunk)
         with traced, torch.set_grad_enabled(self.has_backward):
             if self.recompute and self.has_backward:  # buffers keep their values when forward runs again
-                contexts = lambda: (contextlib.nullcontext(), _restoring_buffers(self.submod))  # noqa: E731
-                outputs = checkpoint(self.submod, *inputs, use_reentrant=False, context_fn=contexts)
+                outputs = checkpoint(self.submod, *inputs, use_reentrant=False, context_fn=self._contexts_of_forwards)
             else:
                 outputs = self.submod(*inputs)
         if self.has_backward or not self.is_last:
@@ -214,6 +213,12 @@ class PointToPointStage:
         if self.is_last and save_forward_output:
             self.output_chunks.append(outputs)
         return outputs
+
+    def _contexts_of_forwards(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Return the contexts of the first forward, and of the one that backward runs again."""
+        return contextlib.nullcontext(), _restoring_buffers(self.submod)
 
     def backward_one_chunk(self, chunk: int, loss: torch.Tensor | None = None, last_backward: bool = False) -> None:
         """Run backward of a micro-batch."""

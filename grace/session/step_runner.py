@@ -61,64 +61,56 @@ class StepRunner:
     def __init__(
         self, variables: Sequence[Variable], shards: Sequence[Shard], backend: Backend, context: Context, name: str = ""
     ):
-        self.variables = list(variables)
-        self.backend = backend
-        self.context = context
+        # 1. Shards, and the buckets that the ranks exchange in every step.
         self.name = name
-        self.hierarchical = hierarchical(shards)
+        self.variables = list(variables)
+        self.numel = sum(variable.numel for variable in self.variables)
+        self.nbytes = sum(variable.nbytes for variable in self.variables)
         self.shards = {shard.variable.name: shard for shard in shards}
         self.shards_of: dict[str, list[Shard]] = {variable.name: [] for variable in self.variables}
         for shard in shards:
             self.shards_of[shard.whole.name].append(shard)
         self.within_node = Allreduce("none")
         """Communicator of the gradients that only the ranks of a node average."""
-        here = [
-            replace(shard, communicator=self.within_node, outer=None)
-            for shard in shards
-            if shard.outer is not None and shard.outer.over == "nodes"
-        ]
-        self.buckets = make_buckets([*(shard for shard in shards if shard.outer is None), *here])
-        # Ranks compare step stamps once a step, in the first bucket; delayed ones run on a thread of their own, in an
-        # order of their own, and so have stamps of their own; so have those of a node.
-        ways = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in self.buckets]
-        for i, bucket in enumerate(self.buckets):
-            bucket.carries_stamps = ways.index(ways[i]) == i
-        self.averaging = Allreduce("none")
-        self.outer_rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
+        self.buckets = self._make_buckets(shards)
+        self.delayed = bool(self._delayed())
+        """True if means of gradients are applied in later steps."""
+        # 2. The ranks, and the communicators that are bound to them now, and again when the ranks have agreed.
+        self.backend = backend
         self.channel = backend
         """Backend of the exchanges, once the ranks have agreed; ``backend`` is for comparisons of all ranks."""
         self._leases = Leases(backend)
+        self.context = context
+        self.averaging = Allreduce("none")
+        self.outer_rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
         for communicator in self.communicators:
             communicator.uncompressed = uncompressed(communicator) if communicator.compress_after else None
+        self.hierarchical = hierarchical(shards)
         self.hierarchy: Hierarchy | None = None
         led = [shard.communicator for shard in shards if shard.hierarchical]
         self._led = {id(one) for communicator in led for one in (communicator, communicator.uncompressed)}
-        self.run = ""
-        """Identifier of the run for saved states: equal on all ranks, and new after each start and each load."""
         self._nodes: list[str] = []
         self._node_groups: dict[tuple[int, int], NodeGroups] = {}
+        self._thread: ExchangeThread | None = None
         self._bind(backend)
+        # 3. The step in progress.
+        self.traffic = Traffic()
+        self._begun: list[AnyRoundTrip] = []
+        self._unused_trips: list[DelayedRoundTrip] = []
+        """Delayed round trips of the last step, while its means may still be dropped."""
+        self.waits_for_step = False
+        """True while staged state waits for :meth:`commit_waiting`: the means are in ``p.grad``, and no ``step()`` has
+        used them yet. Set by a caller before it finishes a step."""
+        recorder.begin(backend, shards)
+        # 4. State between steps.
+        self.run = ""
+        """Identifier of the run for saved states: equal on all ranks, and new after each start and each load."""
         self.stateful_communicators = any(communicator.stateful for communicator in self.communicators)
         """True if a communicator keeps state between steps."""
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
-        self.traffic = Traffic()
-        self.settings: list[tuple[str, str]] = []
-        self.compress_after = 0
-        """Number of first steps that are exchanged uncompressed, unless a strategy sets it."""
-        self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
-        """Returns the hyperparameters of the last step, as facts; the context has their digest."""
-        recorder.begin(backend, shards)
-        self.numel = sum(variable.numel for variable in self.variables)
-        self.nbytes = sum(variable.nbytes for variable in self.variables)
-        self._begun: list[AnyRoundTrip] = []
-        self.resolve: Callable[[Sequence[AnyRoundTrip]], None] = resolve
-        """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
         self._committed_parts: list[Component] | None = None
-        self.waits_for_step = False
-        """True while staged state waits for :meth:`commit_waiting`: the means are in ``p.grad``, and no ``step()`` has
-        used them yet. Set by a caller before it finishes a step."""
         self._carrying = CarriedOver()
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
         self.carried_over = self._carrying.state
@@ -126,21 +118,40 @@ class StepRunner:
         outcomes."""
         self.carries_over = False
         """True if there may be such means. Cheaper to read than the state, in every step."""
-        self.delayed = bool(self._delayed())
-        """True if means of gradients are applied in later steps."""
-        self._unused_trips: list[DelayedRoundTrip] = []
-        """Delayed round trips of the last step, while its means may still be dropped."""
-        self._thread: ExchangeThread | None = None
-        self.computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        """The context that delayed round trips compute in."""
         self.warned_own_state = False
         """True if a warning said that a state holds this rank's memories only."""
+        # 5. What a session sets after it has made this runner.
+        self.settings: list[tuple[str, str]] = []
+        self.compress_after = 0
+        """Number of first steps that are exchanged uncompressed, unless a strategy sets it."""
         self.part = ""
         """Name of the parts that this rank has if parameters are sharded, for checkpoints."""
+        self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
+        """Returns the hyperparameters of the last step, as facts; the context has their digest."""
         self.planned: Callable[[], str] = str
         """Returns the document of the planner's choice, for checkpoints; empty if the user chose."""
         self.follows_scaler: Callable[[], bool] = bool
         """Returns True if :meth:`rescale` is called at each step, with the loss scale of a gradient scaler."""
+        self.computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """The context that delayed round trips compute in."""
+        self.resolve: Callable[[Sequence[AnyRoundTrip]], None] = resolve
+        """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
+
+    def _make_buckets(self, shards: Sequence[Shard]) -> list[Bucket]:
+        """Return the buckets of gradients: of all ranks, then of the ranks of a node."""
+        in_step = [shard for shard in shards if shard.outer is None]
+        of_node = [
+            replace(shard, communicator=self.within_node, outer=None)
+            for shard in shards
+            if shard.outer is not None and shard.outer.over == "nodes"
+        ]
+        buckets = make_buckets([*in_step, *of_node])
+        # Ranks compare step stamps once a step, in the first bucket; delayed ones run on a thread of their own, in an
+        # order of their own, and so have stamps of their own; so have those of a node.
+        ways = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in buckets]
+        for i, bucket in enumerate(buckets):
+            bucket.carries_stamps = ways.index(ways[i]) == i
+        return buckets
 
     def _bind(self, backend: Backend) -> None:
         """Bind all communicators to a backend; those of hierarchical reduction to the one over the leaders of nodes."""

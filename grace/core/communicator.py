@@ -235,6 +235,12 @@ class Communicator(Component):
                 f"it was made for world_size={self.made_for!r}, and the run has {ranks}. Leave world_size out"
             )
 
+    def release(self, owner: object) -> None:
+        """Give up the ownership, and the number of uncompressed steps, which was set for that owner's run."""
+        if self._owner is not None and self._owner() is owner:
+            self.compress_after = 0
+        super().release(owner)
+
     @property
     def components(self) -> dict[str, Component]:
         """The direct parts, by the name that their state is saved under."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar, TypeVar, cast
 
 from grace.core.context import AnyContext, Context
@@ -35,7 +35,8 @@ class Component:
     _binding: bool = False
     """True while :meth:`bind` runs, which stops it at parts that know each other."""
     _owner: Callable[[], object] | None = None
-    """Weak reference to the runner that the component serves. It returns None when the runner has ended."""
+    """Weak reference to the :class:`Owner` of the run that the component serves. It returns None when the run has
+    ended."""
 
     def __new__(cls: type[C], *args: object, **options: object) -> C:
         """Create the object with a state and a context here, because users' classes may not call
@@ -113,7 +114,7 @@ class Component:
         return other
 
     def set_owner(self, owner: object) -> None:
-        """Make a runner the owner of this component and its parts. State that the steps of an ended owner left is
+        """Make this component and its parts those of an :class:`Owner`. State that the steps of an ended owner left is
         cleared.
 
         Raises:
@@ -135,7 +136,7 @@ class Component:
             object.__setattr__(component, "_owner", weakref.ref(owner))
 
     def release(self, owner: object) -> None:
-        """Give up the ownership by a runner, if it has it."""
+        """Give up the ownership, if that owner has it."""
         for component in self.named_components().values():
             if component._owner is not None and component._owner() is owner:
                 # Not None: the next owner then clears the state, as that of an owner that was garbage-collected.
@@ -231,6 +232,32 @@ def _components(name: str, value: object) -> Iterator[tuple[str, Component]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _components(f"{name}.{key}", item)
+
+
+class Owner:
+    """Owner of the components of one run, which nobody else may use while it exists.
+
+    The run's runner keeps it alive.
+    """
+
+    def __init__(self) -> None:
+        self.components: list[Component] = []
+
+    def claim(self, components: Iterable[Component]) -> None:
+        """Become the owner of components, before anything of them is changed.
+
+        Raises:
+            ConfigError: one of them has another owner. :meth:`release` gives back those before it.
+        """
+        for component in components:
+            component.set_owner(self)
+            self.components.append(component)
+
+    def release(self) -> None:
+        """Give all components back, so that another run may use them."""
+        for component in self.components:
+            component.release(self)
+        self.components = []
 
 
 def _mapped(value: object, change: Callable[[Component], Component]) -> object:

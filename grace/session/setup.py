@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
+from grace.core.component import Owner
 from grace.core.context import Context
 from grace.core.transactional_dict import StatefulComponent
 from grace.core.variable import Variable
@@ -44,6 +45,7 @@ def build_step_runner(
         ConfigError: choices or variables of this rank are wrong.
         RankError: choices or variables of another rank are wrong, or they differ between ranks.
     """
+    owner = Owner()
     runner: StepRunner | None = None
     plan: ExchangePlan | None = None
     found: list[Variable] = []
@@ -65,12 +67,14 @@ def build_step_runner(
         shards = plan.shards(found, 1 if later or hierarchical else backend.size)
         if hierarchical:
             shards = [replace(shard, hierarchical=True) for shard in shards]
-        for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():
+        communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
+        for communicator in communicators:
             communicator.check_world(backend.size)
-            _begin_after(communicator, compress_after)
+        owner.claim(communicators)  # those of another run must not be changed
+        for communicator in communicators:
+            _set_compress_after(communicator, compress_after)
             check(communicator)
-        runner = StepRunner(found, shards, backend, context, plan.name)
-        runner.claim_components()
+        runner = StepRunner(found, shards, backend, context, plan.name, owner)
         for communicator in runner.communicators:
             for part in communicator.named_components().values():
                 if isinstance(part, StatefulComponent):
@@ -81,6 +85,7 @@ def build_step_runner(
     except Exception as raised:
         if runner is not None:
             runner.close()
+        owner.release()
         if not later:
             compare_facts(backend, [], raised)  # the other ranks wait here for this one: pass them its error
         raise
@@ -93,7 +98,7 @@ def build_step_runner(
     return runner
 
 
-def _begin_after(communicator: Communicator, compress_after: int) -> None:
+def _set_compress_after(communicator: Communicator, compress_after: int) -> None:
     """Set the number of uncompressed steps of a communicator, unless its plan has set it.
 
     Raises:

@@ -10,7 +10,7 @@ from grace.backends.topology import NodeGroups, node_groups, node_name
 from grace.communicators import Allreduce, ReduceBroadcast
 from grace.core.backend import Backend, Leases
 from grace.core.communicator import Communicator
-from grace.core.component import Component, is_ours
+from grace.core.component import Component, Owner, is_ours
 from grace.core.compressor import Tensor
 from grace.core.context import STAMPED, Context, SubgroupContext
 from grace.core.memory import Memory
@@ -50,6 +50,10 @@ class StepRunner:
         backend: the engine.
         context: the context that all components share.
         name: the choice for all variables: a communicator's description, or a strategy's id.
+        owner: the owner of the communicators; a new one if left out.
+
+    Raises:
+        ConfigError: another run uses a communicator or an outer optimizer.
 
     Attributes:
         shards: shards by name.
@@ -59,7 +63,13 @@ class StepRunner:
     """
 
     def __init__(
-        self, variables: Sequence[Variable], shards: Sequence[Shard], backend: Backend, context: Context, name: str = ""
+        self,
+        variables: Sequence[Variable],
+        shards: Sequence[Shard],
+        backend: Backend,
+        context: Context,
+        name: str = "",
+        owner: Owner | None = None,
     ):
         # 1. Shards, and the buckets that the ranks exchange in every step.
         self.name = name
@@ -84,6 +94,8 @@ class StepRunner:
         self.averaging = Allreduce("none")
         self.outer_rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
+        self.owner = Owner() if owner is None else owner
+        self.owner.claim([*self.communicators, *self.outer_rounds.optimizers])  # another run's must not be bound anew
         for communicator in self.communicators:
             communicator.uncompressed = uncompressed(communicator) if communicator.compress_after else None
         self.hierarchical = hierarchical(shards)
@@ -216,7 +228,7 @@ class StepRunner:
             self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)
         if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
-        for bucket in self.buckets:
+        for bucket in [*self.buckets, *self.outer_rounds.buckets]:
             # Among other ranks payloads may have other sizes: the first exchange compares them.
             bucket.compared = False
         for communicator in self._all_communicators():
@@ -574,25 +586,11 @@ class StepRunner:
         self.context.out_of_step = ""
         self._roll_back()
 
-    # -- owners ----------------------------------------------------------------------------------------
-
-    def claim_components(self) -> None:
-        """Make this runner the owner of its components.
-
-        Raises:
-            ConfigError: a component has another owner.
-        """
-        for component in [*self.communicators, *self.outer_rounds.optimizers]:
-            component.set_owner(self)
+    # -- the end, and a new beginning -------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the components and channels, so that another runner may use them."""
-        for communicator in self.communicators:
-            communicator.release(self)
-            # Set for this run by the setup; another run may choose otherwise.
-            communicator.compress_after = 0
-        for optimizer in self.outer_rounds.optimizers:
-            optimizer.release(self)
+        self.owner.release()
         # a busy thread keeps this runner, and its channels, until it ends
         if self._thread is None or self._thread.drain(0):
             self._leases.release()

@@ -362,3 +362,36 @@ def test_parts_of_a_users_component_are_in_the_run_too():
     assert (memory.seen.seed, memory.seen.step) == (3, 1)
     frozen = memory.with_context(dataclasses.replace(memory.context, step=9))
     assert (frozen.inner[0].context.step, frozen.inner[0].outer is frozen, memory.inner[0].context.step) == (9, True, 1)
+
+
+@pytest.mark.parametrize("compress_after", [0, 3])
+def test_an_optimizer_that_is_refused_leaves_the_communicator_of_another_as_it_was(compress_after):
+    def trained(refuses):
+        communicator = Allgather("topk(ratio=0.01, warmup_steps=3)", "residual")
+        model = torch.nn.Linear(50, 50, bias=False)
+        plain = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = grace.DistributedOptimizer(plain, model, communicator=communicator, compress_after=compress_after)
+        kept = []
+        for step in range(7):
+            if step == 1 and refuses:
+                other = torch.nn.Linear(4, 4)
+                with pytest.raises(grace.ConfigError, match="in use by another distributed optimizer"):
+                    grace.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), communicator=communicator)
+            optimizer.zero_grad()
+            model(torch.arange(50.0)[None]).sum().backward()
+            optimizer.step()
+            kept.append(int((model.weight.grad != 0).sum()))
+        optimizer.close()
+        return kept
+
+    found = trained(refuses=True)
+    assert found == trained(refuses=False)
+    assert found[-1] < found[0]
+
+
+def test_what_was_refused_for_its_compress_after_may_be_used_without():
+    communicator, model = Allgather("topk(ratio=0.1)", "dgc"), torch.nn.Linear(10, 10)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(grace.ConfigError, match="Leave compress_after out"):
+        grace.DistributedOptimizer(plain, model, communicator=communicator, compress_after=5)
+    grace.DistributedOptimizer(plain, model, communicator=communicator).close()

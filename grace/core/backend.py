@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import copy
+import functools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +52,9 @@ class Handle:
         return self._result()
 
     def map(self, function: Callable[[Any], object]) -> "Handle":
-        """Return a handle whose result is ``function`` of this handle's result."""
-        return Handle(self._wait, works=self.works, later=lambda: function(self._result()))
+        """Return a handle whose result is ``function`` of this handle's result. It is called once, when the result is
+        first asked for."""
+        return Handle(self._wait, works=self.works, later=functools.cache(lambda: function(self._result())))
 
     @staticmethod
     def all(handles: "list[Handle]") -> "Handle":

@@ -37,7 +37,7 @@ from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
 from grace.core.route import ALL_GATHER, CONCATENATE, Carries, EngineTraits, Leg, Route, route_of
 from grace.core.waits import waiting
-from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
+from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError, payload_of
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_codec import fused_codec
@@ -306,7 +306,11 @@ class RoundTrip:
             self.wait()
         began = time.perf_counter()
         leg = self.route[self._position + 1]
-        buffer = self._buffer_for(leg)
+        try:
+            buffer = self._buffer_for(leg)
+        except PayloadError as error:  # a rank has withheld its payload, which all ranks have read
+            self.error = error
+            buffer = None
         self.traffic.codec_seconds += time.perf_counter() - began
         # All ranks find the same sizes, digests and stamps, so all stop here, and no collective is left without a
         # partner.
@@ -665,11 +669,13 @@ class RoundTrip:
         with waiting(self.describe_wait), recorder.phase("wait", "wait", bucket=self.bucket):
             try:
                 self.handle.wait()
+            except (ConfigError, PayloadError) as error:  # of what a user's communicate() brings: the engine works
+                raise ExchangeError(f"{self.backend.rank_label}: {self.describe_wait()}: {error}") from error
             except Exception as error:
                 raise self.failure(error) from error
             # The handle of a user's communicator may start further collectives when it is awaited.
             self.traffic.sent_bytes += self.backend.sent_bytes - sent_before
-            if self.mover is not None and not self.mover.values:
+            if self.mover is not None and not self.mover.received:
                 failed = self._move_payloads(self.mover.receive_all)
                 self.error = None if failed is None else self._undecoded(*failed)
             self.arrived()

@@ -36,7 +36,7 @@ class SendReceiveCodec(PerVariableCodec):
         self.handles: list[object] = []
         self.values: list[Tensor] = []
         """Means of the variables; None for one whose payload could not be decoded."""
-        self.moved = False
+        self.moved = self.received = False
 
     def _packed(self, payloads: Sequence[Payload], header: Header) -> Tensor:
         k = self.kernels
@@ -44,7 +44,7 @@ class SendReceiveCodec(PerVariableCodec):
         self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
         self.handles = []
         self.values = []
-        self.moved = False
+        self.moved = self.received = False
         nothing = k.zeros((0,), "uint8", payloads[0][0])
         buffer = super()._packed([[nothing]] * len(payloads), header)
         # Count the payloads as if they were in this wire.
@@ -76,6 +76,7 @@ class SendReceiveCodec(PerVariableCodec):
         blocks = self.communicator.blocks
         method = self.communicator.send_receive if blocks else self.communicator.wait_receive
         failure = None
+        self.values = []
         for i, name in enumerate(self.names):
             given = self.payloads[i] if blocks else self.handles[i]
             try:
@@ -84,6 +85,7 @@ class SendReceiveCodec(PerVariableCodec):
             except PayloadError as error:  # raised later: the other variables' collectives must still be awaited
                 failure = failure or (error, name)
                 self.values.append(None)
+        self.received = True
         return failure
 
     def _checked(self, value: Tensor, i: int, method: Callable[..., object]) -> Tensor:

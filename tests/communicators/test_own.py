@@ -372,6 +372,30 @@ def test_what_communicate_returns_is_checked(local, words, mistake):
     assert words in str(caught.value)
 
 
+def test_the_engine_is_not_blamed_for_what_communicate_returns(local):
+    model = torch.nn.Linear(3, 3)
+    wrong = Summing("none", "none", lambda grc, wire: grc.backend.allreduce(wire))
+    optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=wrong)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(grace.ExchangeError, match=r"at step 0: summing: the handle.*one tensor, the sum") as caught:
+        optimizer.step()
+    assert "ended" not in str(caught.value)
+
+
+def test_what_a_handle_is_mapped_by_is_called_once(local):
+    def halved(total):
+        called.append(len(total))
+        return [total.mul_(0.5)]
+
+    called, model = [], Given({"w": (4,)})
+    halving = Summing("none", "none", lambda grc, wire: grc.backend.allreduce(wire).map(halved))
+    optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=halving)
+    model.backward({"w": [2.0, 4.0, 6.0, 8.0]})
+    optimizer.step()
+    assert model.w.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert len(called) == 1
+
+
 @dataclass
 class Dataclass(Communicator):
     """A communicator whose ``__init__`` a dataclass has made, without that of its base."""

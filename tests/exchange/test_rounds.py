@@ -9,6 +9,7 @@ import torch
 import grace
 from grace.communicators import Allreduce, ReduceBroadcast
 from grace.core.compressor import Compressor, Traits
+from grace.errors import PayloadError
 from tests.support.training import Given, digest, made_up, sgd, state_of, used
 
 pytestmark = pytest.mark.ranks
@@ -69,6 +70,44 @@ def spoilt(make, bad):
     model.backward(made_up(SHAPES, 2, grace.rank()))
     optimizer.step()
     return finite, before == after, all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@dataclass
+class Resized(Compressor):
+    """A user's method, whose first payload has as many elements as a test says."""
+
+    name = "resized"
+    traits = Traits(category="lowrank", summable=True, rounds=2, memory="none")
+
+    def exchange(self, tensor, name):
+        yield [tensor.flatten()[: self.size].clone()]
+        (mean,) = yield [tensor.flatten()]
+        return [mean], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        return payload[0].reshape(ctx)
+
+
+def resized():
+    """What each step raised, or its mean of ones, where one rank's payload has another size in some steps; and what
+    clearing the gradients then did."""
+    compressor, found = Resized(), []
+    model = Given({"w": (6,)})
+    optimizer = grace.DistributedOptimizer(sgd(model.parameters()), model, compressor, communicator="allreduce")
+    for step in range(5):
+        compressor.size = 3 if grace.rank() == 1 and step in (1, 2) else 4
+        optimizer.zero_grad()
+        model.backward({"w": [1.0] * 6})
+        try:
+            optimizer.step()
+            found.append(float(model.w.grad.sum()))
+        except PayloadError as error:
+            found.append("withheld" if "laid out otherwise" in str(error) else "resized")
+    return found
+
+
+def test_a_step_follows_one_whose_first_payload_was_withheld(two_ranks):
+    assert two_ranks.run(resized) == [[6.0, who, who, 6.0, 6.0] for who in ("withheld", "resized")]
 
 
 def telling():

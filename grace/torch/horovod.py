@@ -30,6 +30,7 @@ from grace.torch.parameters import (
     broadcast_parameters,
     sparse_names,
 )
+from grace.torch.pickling import allow_steps
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 
@@ -403,6 +404,7 @@ def distribute(
         known = {p: name for name, p in session.parameters.items()}
         others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
         names = [*session.parameters.items(), *((f"grace.frozen.{i}", p) for i, p in enumerate(others))]
+    allow_steps(optimizer)  # a copy of a distributed optimizer refuses to step until then
     cls = type(optimizer)
     attributes_before = set(vars(optimizer))
     patches = {name: value for name, value in vars(HorovodOptimizer).items() if not name.startswith("__")}

@@ -398,8 +398,6 @@ def DistributedOptimizer(
         raise optimizer_type_error(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
-    # A copy of a distributed optimizer refuses to step until it is made distributed itself.
-    allow_steps(optimizer)
     compressor = compressor_for(optimizer, compression, compressor)
     if backend is None:
         backend = _backend(process_group, process_set)
@@ -421,6 +419,7 @@ def DistributedOptimizer(
     # close() removes what is added from here on.
     attributes_before = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
+    allow_steps(optimizer)  # a copy of a distributed optimizer refuses to step until then
     cls = type(optimizer)
     # In place, since schedulers and scalers made earlier hold this object; and a subclass, so that isinstance() holds.
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})

@@ -160,6 +160,10 @@ def test_the_copy_of_a_distributed_optimizer_steps_once_it_is_distributed(local,
         found.step()
     train_given(model, optimizer, range(1, 2))  # which was not harmed
     optimizer.close()
+    with pytest.raises(grace.ConfigError, match="unknown compressor"):
+        grace.DistributedOptimizer(found, compressor="typo")
+    with pytest.raises(grace.ConfigError, match="copy of a distributed optimizer"):
+        found.step()
     again = grace.DistributedOptimizer(found, compressor="topk(ratio=0.1)")
     again.param_groups[0]["params"][0].sum().backward()
     again.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import grace
+from grace.core.compressor import Compressor
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import known, legal_memories, make
 from grace.errors import StepError
@@ -21,6 +22,16 @@ from tests.support.training import Given, batch, copied, digest, loss_of, made_u
 pytestmark = pytest.mark.ranks
 
 SHAPES = {"matrix": (13, 6), "vector": (7,), "scalar": ()}
+
+
+class Doubling(Compressor):
+    """A user's method, of whose payloads Grace knows no sizes beforehand."""
+
+    def compress(self, tensor, name):
+        return [2 * tensor.flatten()], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        return payload[0].reshape(ctx) / 2
 
 
 def sgd(parameters, lr=0.05, momentum=0.0):
@@ -102,6 +113,17 @@ def test_a_last_round_right_behind_a_round_changes_nothing(dtype):
     optimizer.flush()
     assert digest(weights(model)) == before
     return before
+
+
+def test_ranks_that_meet_anew_compare_the_payloads_of_drifts_again(local):
+    """As under elastic Horovod, where some ranks are new: all must begin with the same collective."""
+    model = Given(SHAPES)
+    optimizer = distributed(model, Doubling(), outer="none", period=1)
+    run_given(optimizer, model, range(1))
+    (bucket,) = optimizer._grace.runner.outer_rounds.buckets
+    assert bucket.compared
+    optimizer._grace.runner.agree()
+    assert not bucket.compared
 
 
 def test_alone_an_outer_step_of_rate_1_changes_nothing():

@@ -74,6 +74,15 @@ LEAST = float("-inf")
 """Value, in a maximum over ranks, of a rank that has no gradient."""
 
 
+class _NoVariable:
+    """Stand-in for a variable where a rank has no gradient of any. Keras reads its constraint."""
+
+    constraint = None
+
+
+NO_VARIABLE: Any = _NoVariable()
+
+
 def _key(variable: AnyVariable) -> int:
     return id(value_of(variable))
 
@@ -128,7 +137,9 @@ class DistributedMixin(Once):
         known = {_key(variable): variable for variable in variables}
         given = [_key(variable) for variable in wanted]
         usable = len(given) == len(grads) and known.keys() >= set(given)
-        if not usable or all(gradient is None for gradient in grads):
+        # A rank without any gradient takes part in the exchange of the others.
+        alone = self._grace.backend.size == 1 and all(gradient is None for gradient in grads)
+        if not usable or not grads or alone:
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
@@ -169,13 +180,12 @@ class DistributedMixin(Once):
         # update_step, if another rank has a gradient.
         absent = self._step.absent.keys()
         pairs = list(zip(grads, vars, strict=True))
-        held = [(g, v) for g, v in pairs if _key(v) in absent]
-        if len(held) == len(pairs):  # Keras ends the step without an exchange if it gets no variable
-            held = []
-        self._step.held = held
+        self._step.held = held = [(g, v) for g, v in pairs if _key(v) in absent]
         if not held:
             return grads, vars
         rest = [(g, v) for g, v in pairs if _key(v) not in absent]
+        if not rest:  # Keras ends the step without an exchange if it gets no variable
+            return [0.0], [NO_VARIABLE]
         return [g for g, _ in rest], [v for _, v in rest]
 
     def _backend_increment_gradient_accumulators(self, *args: Any) -> None:
@@ -188,7 +198,8 @@ class DistributedMixin(Once):
     ) -> None:
         # In one order on all ranks, whose absent variables differ: clipping adds up norms in it.
         order = {_key(variable): i for i, variable in enumerate(self._trainable_variables)}
-        pairs = [*zip(grads, trainable_variables, strict=True), *self._step.held]
+        own = [pair for pair in zip(grads, trainable_variables, strict=True) if pair[1] is not NO_VARIABLE]
+        pairs = [*own, *self._step.held]
         pairs.sort(key=lambda pair: order[_key(pair[1])])
         self._step.variables = [variable for _, variable in pairs]
         super()._backend_apply_gradients([gradient for gradient, _ in pairs], self._step.variables)  # type: ignore[misc]

@@ -127,6 +127,23 @@ def test_what_no_rank_has_a_gradient_for_is_left_alone(graph):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+@both_ways
+@on_both
+def test_a_rank_without_any_gradient_takes_part(graph):
+    """Rank 1, in all steps. No rank has a gradient of the second variable, whose constraint refuses its value."""
+    variables = [keras.Variable(np.float32([-5.0]), name=name) for name in "ab"]
+    optimizer = sgd()
+    optimizer.build(variables)
+    for variable in variables:
+        variable.constraint = keras.constraints.NonNeg()
+    own = lambda g: g if grace.rank() == 0 else None  # noqa: E731
+    run = traced(lambda g: optimizer.apply_gradients([(own(g), variables[0]), (None, variables[1])]), graph)
+    for _ in range(2):
+        run(tf.constant([-4.0]))
+    assert [float(variable[0]) for variable in variables] == [2.0, -5.0]
+    assert int(optimizer.iterations) == 2
+
+
 @on_mpi
 def test_keras_errors_stay_keras_errors():
     with pytest.raises(ValueError, match="No gradients provided"):

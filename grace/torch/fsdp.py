@@ -232,7 +232,8 @@ def register_fsdp_hook(
     ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model. This hook averages the
     reduced gradients over the copies, each parameter's part as a separate variable, compressed. Tensor parallelism may
     cut parameters further. A parameter that no rank used in a step gets zeros for its gradient, not None, as by
-    ``set_reduce_scatter_unused_params(True)``. It needs torch 2.13.
+    ``set_reduce_scatter_unused_params(True)``. FSDP2 reduces a module that runs twice in one forward pass twice, which
+    counts as two steps, in the traffic and for ``compress_after``. It needs torch 2.13.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on, with a mesh of one axis.

@@ -30,7 +30,7 @@ from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.loss_scale import patch_check_finite
+from grace.tensorflow.loss_scale import all_finite, patch_check_finite
 from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast, without_loss_scale
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import (
@@ -61,6 +61,7 @@ class _Step:
         variables: the variables that Keras applies gradients to.
         held: absent variables among them, and the zeros that stand for their gradients.
         found: for each absent variable, True if another rank had a gradient (a bool, or a scalar tensor).
+        in_range: False if a loss scale skips this step, because a mean is not finite.
     """
 
     absent: "dict[int, keras.Variable]" = field(default_factory=dict)
@@ -68,6 +69,7 @@ class _Step:
     variables: "list[keras.Variable]" = field(default_factory=list)
     held: "list[tuple[TapeGradient, keras.Variable]]" = field(default_factory=list)
     found: dict[int, Flag] = field(default_factory=dict)
+    in_range: Flag = True
 
 
 LEAST = float("-inf")
@@ -229,15 +231,17 @@ class DistributedMixin(Once):
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
         step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.late}
+        if self._grace.loss_scaled:
+            step.in_range = all_finite(exchanged)
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
     def _update_if_found(self, variable: keras.Variable, update: Callable[[], object]) -> None:
         """Update a variable, unless no rank had a gradient for it."""
-        found = self._step.found.get(_key(variable), True)
-        if tf.is_tensor(found):
-            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)  # both branches must return a tensor
-        elif found:
-            update()
+        _run_if(self._step.found.get(_key(variable), True), update)
+
+    def _backend_update_step(self, *args: Any) -> None:
+        """Update the variables, unless a loss scale skips this step. Called by Keras."""
+        _run_if(self._step.in_range, functools.partial(super()._backend_update_step, *args))  # type: ignore[misc]
 
     def update_step(self, gradient: TapeGradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         """Update a variable by the user's optimizer, if some rank had a gradient for it."""
@@ -252,7 +256,10 @@ class DistributedMixin(Once):
         self._update_if_found(variable, update)
 
     def _apply_weight_decay(self, variables: "Sequence[keras.Variable]") -> None:
-        parent: Any = super()
+        _run_if(self._step.in_range, functools.partial(self._decay_where_found, super(), variables))
+
+    def _decay_where_found(self, parent: Any, variables: "Sequence[keras.Variable]") -> None:
+        """Apply Keras's weight decay to the variables that some rank had a gradient of."""
         certain = [v for v in variables if _key(v) not in self._step.found]
         parent._apply_weight_decay(certain)
         for variable in variables:
@@ -384,6 +391,14 @@ class DistributedMixin(Once):
                 none yet.
         """
         self._grace.restore(state, memory)
+
+
+def _run_if(flag: Flag, action: Callable[[], object]) -> None:
+    """Run an action if a flag, which may be a tensor, is True."""
+    if tf.is_tensor(flag):
+        tf.cond(flag, lambda: (action(), 0)[1], lambda: 0)  # both branches must return a tensor
+    elif flag:
+        action()
 
 
 def _mean_or_zeros(mean: Mean, variable: keras.Variable) -> "tf.Tensor | tf.IndexedSlices":

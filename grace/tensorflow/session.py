@@ -107,6 +107,8 @@ class Session:
         self.needs_broadcast = settings.broadcast
         """True until all ranks have started from rank 0's values."""
         self.needs_lr = False
+        self.loss_scaled = False
+        """True if the optimizer is in a LossScaleOptimizer, which skips steps that overflow."""
         self.medium = Tensors()
 
     @functools.cached_property

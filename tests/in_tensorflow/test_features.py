@@ -243,6 +243,22 @@ def test_a_loss_scale_inside_or_outside_skips_a_step_on_all_ranks(side, graph):
     assert seen[2] == ([-4, -5], 4)  # what the first step left out, in the units of gradients
 
 
+@both_ways
+@on_both
+def test_a_loss_scale_skips_a_step_that_overflows_on_the_wire(graph):
+    """The gradient of rank 1 in the second step is finite, and above what float16 holds."""
+    plain = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer = keras.optimizers.LossScaleOptimizer(grace.DistributedOptimizer(plain, "fp16"), initial_scale=8.0)
+    w, seen = tf.Variable([0.0, 0.0]), []
+    run = traced(lambda gradient: optimizer.apply_gradients([(gradient * 8.0, w)]), graph)
+    optimizer.build([w])
+    for number in range(3):
+        large = number == 1 and grace.rank() == 1
+        run(tf.constant([70000.0 if large else 4.0, 2.0]))
+        seen.append(np.array(w).tolist())
+    assert seen == [[-4, -2], [-4, -2], [-6, -3]]
+
+
 @on_horovod
 def test_mixed_precision_trains():
     keras.utils.set_random_seed(0)

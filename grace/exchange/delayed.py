@@ -421,5 +421,6 @@ class DelayedRoundTrip:
         for value, _ in used[1:]:
             total = add(total, value)
         # Nobody uses a mean of NaN, nor the other means of the step that it comes to. With bounded staleness this is
-        # one step on all ranks; without a bound they would roll back different steps, so that one is committed.
+        # one step on all ranks; without a bound they would roll back different steps, so that one is committed. A
+        # loss scaler, which would skip that step on one rank alone, is refused there.
         return Outcome(variable, total, self.communicator.sync and any([overflow for _, overflow in used]))

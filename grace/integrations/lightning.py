@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 import grace.backends.openmpi  # noqa: F401 - where mpi4py is installed, a Trainer calls MPI to find its launcher
 from grace.integrations.wrapped import KEY, NOTHING, Chosen, wrap
@@ -59,9 +60,16 @@ class GraceCallback(Chosen, Callback):
         return EarlyState()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the hook of the last fit(): Lightning wraps the model, and makes optimizers, anew for each."""
+        """Close the hook of the last fit(): Lightning wraps the model, and makes optimizers, anew for each. Move this
+        callback behind the others."""
         self.training = False
         if stage == "fit":
+            # The last round takes the parameters that others set when training ends, as an average of weights does.
+            # Lightning keeps those that save behind all others. It is going through the old list.
+            trainer.callbacks = sorted(  # type: ignore[attr-defined]
+                trainer.callbacks,  # type: ignore[attr-defined]
+                key=lambda other: (isinstance(other, Checkpoint), other is self),
+            )
             if self.wrapped is not None:
                 self.wrapped.close()
             self.wrapped = self.loaded = None

@@ -61,11 +61,15 @@ class GraceCallback(Chosen, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Register the hook, unless this model has it from the last ``train()``, and load the state that a checkpoint
-        holds."""
+        holds. Move this callback behind the others."""
         trainer, checkpoint = _calling_trainer(self)
         if trainer is not self.trainer:  # once for each Trainer: a second train() finds its methods wrapped
             self.trainer = trainer
             self.at_anchor(trainer, "evaluate", "predict", "save_model")
+        # The last round takes the parameters that others set when training ends, as an average of weights does. The
+        # Trainer is going through the old list.
+        handler = trainer.callback_handler
+        handler.callbacks = sorted(handler.callbacks, key=lambda other: other is self)
         model = trainer.model_wrapped
         optimizer = kwargs["optimizer"]
         if self.wrapped is None or self.model is None or unwrap_compiled(self.model) is not unwrap_compiled(model):

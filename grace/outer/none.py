@@ -23,5 +23,8 @@ class NoOuter(OuterOptimizer):
 
     name = "none"
 
+    def __post_init__(self) -> None:
+        self.check_choice("offload", (False, True))
+
     def step(self, anchor: Tensor, drift: Tensor, name: str) -> Tensor:
         return anchor - drift

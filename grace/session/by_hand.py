@@ -138,6 +138,10 @@ class ByHand:
             if self.runner is None or begun not in self.begun:
                 raise ConfigError("receive_step() takes what send_step() of the same run returned, once for each")
             together, self.begun = self.begun, []
+            # The traffic of a step is that of its tensors: programs may exchange one after the other.
+            exchanged = [variable for other in together for variable in other.bucket.variables]
+            self.runner.numel = sum(variable.numel for variable in exchanged)
+            self.runner.nbytes = sum(variable.nbytes for variable in exchanged)
             try:
                 outcomes = self.runner.finish_step(lambda bucket: [None] * len(bucket.variables))
             except BaseException:
@@ -367,8 +371,6 @@ def _append_bucket(runner: StepRunner, shards: Sequence[Shard]) -> Bucket:
         runner.variables.append(shard.variable)
         runner.shards[shard.variable.name] = shard
         runner.shards_of[shard.variable.name] = [shard]
-        runner.numel += shard.variable.numel
-        runner.nbytes += shard.variable.nbytes
     bucket = Bucket(len(runner.buckets), shards[0].communicator, [shard.variable for shard in shards])
     runner.buckets.append(bucket)
     return bucket
@@ -380,8 +382,6 @@ def _remove_variables(runner: StepRunner, names: set[str]) -> None:
     runner.shards = {name: shard for name, shard in runner.shards.items() if name in names}
     runner.shards_of = {name: shards for name, shards in runner.shards_of.items() if name in names}
     runner.buckets = [bucket for bucket in runner.buckets if names.issuperset(bucket.names)]
-    runner.numel = sum(variable.numel for variable in runner.variables)
-    runner.nbytes = sum(variable.nbytes for variable in runner.variables)
 
 
 def validate_tensors(

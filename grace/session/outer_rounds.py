@@ -25,7 +25,8 @@ from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
-from grace.errors import ConfigError
+from grace.core.user_parts import check_shape
+from grace.errors import ConfigError, PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import Pending
 from grace.exchange.round_trip import RoundTrip
@@ -446,7 +447,7 @@ class OuterRounds:
                     shape, some = tuple(x.shape), _at_least_1d(x)
                     anchor = k.reshape(self.anchors.state[name], some)
                     mean = k.to_device_of(k.reshape(means[name], some), anchor)
-                    self._keep(shard, k.reshape(fragment.optimizer.step(anchor, mean, name), shape))
+                    self._keep(shard, k.reshape(_next_anchor(fragment.optimizer, anchor, mean, name), shape))
                     now = self._anchor(shard, x)
                     if merge > 0:
                         now, own = k.reshape(now, some), k.reshape(k.cast(x, _wide(shard)), some)
@@ -530,6 +531,23 @@ def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
         dealt[-1].append(shard)
         before += shard.variable.numel
     return [Fragment(outer, p, optimizer, own, make_buckets(own)) for p, own in enumerate(dealt)]
+
+
+def _next_anchor(optimizer: OuterOptimizer, anchor: Tensor, drift: Tensor, name: str) -> Tensor:
+    """Return the anchor after the outer optimizer's step.
+
+    Raises:
+        ConfigError: a user's ``step()`` returned no tensor of the anchor's shape and dtype.
+    """
+    moved = optimizer.step(anchor, drift, name)
+    k = kernels_of(anchor)
+    try:
+        check_shape(moved, anchor, "step()")
+    except PayloadError as error:
+        raise optimizer.refuse(f"{error}: return the next anchor of {name!r}") from None
+    if k.dtype(moved) != k.dtype(anchor):
+        raise optimizer.refuse(f"step() gave {k.dtype(moved)} for the anchor of {name!r}, which is {k.dtype(anchor)}")
+    return moved
 
 
 def _wide(shard: Shard) -> str:

@@ -30,7 +30,7 @@ from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.loss_scale import patch_check_finite
+from grace.tensorflow.loss_scale import all_finite, patch_check_finite
 from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast, without_loss_scale
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import (
@@ -61,6 +61,7 @@ class _Step:
         variables: the variables that Keras applies gradients to.
         held: absent variables among them, and the zeros that stand for their gradients.
         found: for each absent variable, True if another rank had a gradient (a bool, or a scalar tensor).
+        in_range: False if a loss scale skips this step, because a mean is not finite.
     """
 
     absent: "dict[int, keras.Variable]" = field(default_factory=dict)
@@ -68,10 +69,20 @@ class _Step:
     variables: "list[keras.Variable]" = field(default_factory=list)
     held: "list[tuple[TapeGradient, keras.Variable]]" = field(default_factory=list)
     found: dict[int, Flag] = field(default_factory=dict)
+    in_range: Flag = True
 
 
 LEAST = float("-inf")
 """Value, in a maximum over ranks, of a rank that has no gradient."""
+
+
+class _NoVariable:
+    """Stand-in for a variable where a rank has no gradient of any. Keras reads its constraint."""
+
+    constraint = None
+
+
+NO_VARIABLE: Any = _NoVariable()
 
 
 def _key(variable: AnyVariable) -> int:
@@ -128,7 +139,9 @@ class DistributedMixin(Once):
         known = {_key(variable): variable for variable in variables}
         given = [_key(variable) for variable in wanted]
         usable = len(given) == len(grads) and known.keys() >= set(given)
-        if not usable or all(gradient is None for gradient in grads):
+        # A rank without any gradient takes part in the exchange of the others.
+        alone = self._grace.backend.size == 1 and all(gradient is None for gradient in grads)
+        if not usable or not grads or alone:
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
@@ -169,13 +182,12 @@ class DistributedMixin(Once):
         # update_step, if another rank has a gradient.
         absent = self._step.absent.keys()
         pairs = list(zip(grads, vars, strict=True))
-        held = [(g, v) for g, v in pairs if _key(v) in absent]
-        if len(held) == len(pairs):  # Keras ends the step without an exchange if it gets no variable
-            held = []
-        self._step.held = held
+        self._step.held = held = [(g, v) for g, v in pairs if _key(v) in absent]
         if not held:
             return grads, vars
         rest = [(g, v) for g, v in pairs if _key(v) not in absent]
+        if not rest:  # Keras ends the step without an exchange if it gets no variable
+            return [0.0], [NO_VARIABLE]
         return [g for g, _ in rest], [v for _, v in rest]
 
     def _backend_increment_gradient_accumulators(self, *args: Any) -> None:
@@ -188,7 +200,8 @@ class DistributedMixin(Once):
     ) -> None:
         # In one order on all ranks, whose absent variables differ: clipping adds up norms in it.
         order = {_key(variable): i for i, variable in enumerate(self._trainable_variables)}
-        pairs = [*zip(grads, trainable_variables, strict=True), *self._step.held]
+        own = [pair for pair in zip(grads, trainable_variables, strict=True) if pair[1] is not NO_VARIABLE]
+        pairs = [*own, *self._step.held]
         pairs.sort(key=lambda pair: order[_key(pair[1])])
         self._step.variables = [variable for _, variable in pairs]
         super()._backend_apply_gradients([gradient for gradient, _ in pairs], self._step.variables)  # type: ignore[misc]
@@ -218,15 +231,17 @@ class DistributedMixin(Once):
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
         step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.late}
+        if self._grace.loss_scaled:
+            step.in_range = all_finite(exchanged)
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
     def _update_if_found(self, variable: keras.Variable, update: Callable[[], object]) -> None:
         """Update a variable, unless no rank had a gradient for it."""
-        found = self._step.found.get(_key(variable), True)
-        if tf.is_tensor(found):
-            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)  # both branches must return a tensor
-        elif found:
-            update()
+        _run_if(self._step.found.get(_key(variable), True), update)
+
+    def _backend_update_step(self, *args: Any) -> None:
+        """Update the variables, unless a loss scale skips this step. Called by Keras."""
+        _run_if(self._step.in_range, functools.partial(super()._backend_update_step, *args))  # type: ignore[misc]
 
     def update_step(self, gradient: TapeGradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         """Update a variable by the user's optimizer, if some rank had a gradient for it."""
@@ -241,7 +256,10 @@ class DistributedMixin(Once):
         self._update_if_found(variable, update)
 
     def _apply_weight_decay(self, variables: "Sequence[keras.Variable]") -> None:
-        parent: Any = super()
+        _run_if(self._step.in_range, functools.partial(self._decay_where_found, super(), variables))
+
+    def _decay_where_found(self, parent: Any, variables: "Sequence[keras.Variable]") -> None:
+        """Apply Keras's weight decay to the variables that some rank had a gradient of."""
         certain = [v for v in variables if _key(v) not in self._step.found]
         parent._apply_weight_decay(certain)
         for variable in variables:
@@ -373,6 +391,14 @@ class DistributedMixin(Once):
                 none yet.
         """
         self._grace.restore(state, memory)
+
+
+def _run_if(flag: Flag, action: Callable[[], object]) -> None:
+    """Run an action if a flag, which may be a tensor, is True."""
+    if tf.is_tensor(flag):
+        tf.cond(flag, lambda: (action(), 0)[1], lambda: 0)  # both branches must return a tensor
+    elif flag:
+        action()
 
 
 def _mean_or_zeros(mean: Mean, variable: keras.Variable) -> "tf.Tensor | tf.IndexedSlices":

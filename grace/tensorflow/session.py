@@ -107,6 +107,8 @@ class Session:
         self.needs_broadcast = settings.broadcast
         """True until all ranks have started from rank 0's values."""
         self.needs_lr = False
+        self.loss_scaled = False
+        """True if the optimizer is in a LossScaleOptimizer, which skips steps that overflow."""
         self.medium = Tensors()
 
     @functools.cached_property
@@ -144,6 +146,7 @@ class Session:
         me = weakref.proxy(self)  # the runner must not keep the session alive
         runner.outer_rounds.read = functools.partial(Session._read, me)
         runner.outer_rounds.write = functools.partial(Session._write, me)
+        runner.outer_rounds.clear_optimizer = functools.partial(Session._clear_optimizer, me)
 
     def variable(self, name: str) -> tf.Variable:
         """Return one of the variables."""
@@ -157,6 +160,14 @@ class Session:
     def _write(self, shard: Shard, value: Tensor) -> None:
         with tf.init_scope():
             put(shard, self.variable(shard.whole.name), self.medium.outside(value))
+
+    def _clear_optimizer(self, shard: Shard) -> None:
+        """Clear the optimizer's slots that are not finite, as those of a shard whose variable was not: a moment that is
+        NaN would spoil the next update again."""
+        for slot in self.beside():
+            value = value_of(slot)
+            if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
+                value.assign(tf.zeros_like(value))
 
     def _load(self, saved: SavedState | None, memory: str) -> None:
         former, auto = self.runner, self.auto
@@ -290,8 +301,10 @@ class Session:
             return 0
 
         # Where Keras accumulates gradients, the step is in a tf.cond, which a graph orders among operations on the same
-        # variables alone: without these reads it could look for rounds before the step has ended.
-        with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in variables]):
+        # variables alone: without these reads it could look for rounds before the step has ended, and clear slots that
+        # the step still writes.
+        written = [*variables, *map(value_of, self.beside())]
+        with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             is_due = tf.py_function(lambda: due(self._current_rounds()), [], tf.bool)
         tf.cond(is_due, run, lambda: 0)
 

@@ -65,6 +65,8 @@ class StepSession(Session):
         sparse = [any(rank[i][0] for rank in same) for i in range(len(names))]
         present = [any(rank[i][1] for rank in same) for i in range(len(names))]
         self.missing_everywhere = [not found for found in present]
+        if self.averages and not any(present):  # as Keras says it; a tape returns None instead
+            raise ValueError("No gradients provided for any variable, on any rank.")
 
         def described() -> list[Variable]:
             self.settings.check()

@@ -23,6 +23,7 @@ from grace.exchange.header import digest, resolve
 from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
+from grace.session.agreement import gather_or_raise
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import facts as in_words
 from grace.session.hyperparameters import momentum_owners
@@ -628,6 +629,35 @@ def build_hook_runner(
     return runner
 
 
+def check_rates(
+    runner: StepRunner, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse an optimizer that lacks parameters whose memories follow its learning rate. Every rank must call it.
+
+    Raises:
+        ConfigError: the optimizer of this rank lacks one; the runner is closed.
+        RankError: that of another rank does.
+    """
+    follows = {shard.whole.name: shard for shard in runner.shards.values() if shard.communicator.memory.needs_lr}
+    if not follows:
+        return
+    assert optimizer is not None  # check_optimizer() asks for it
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name in follows if parameters[name] not in held]
+    error = None
+    if missing:
+        memory = follows[missing[0]].communicator.memory
+        error = ConfigError(
+            f"the optimizer does not hold the parameter {missing[0]!r}, whose memory {memory.spec} follows its "
+            "learning rate: give one optimizer that holds all parameters that train, or choose the memory residual"
+        )
+    try:
+        gather_or_raise(runner.backend, "the optimizers' parameters", None, error, "cannot exchange")
+    except BaseException:
+        runner.close()
+        raise
+
+
 def register_ddp_hook(
     model: DistributedDataParallel,
     compressor: CompressorArg | None = None,
@@ -706,7 +736,9 @@ def register_ddp_hook(
         instead=": use grace.DistributedOptimizer",
     )
     advise_hierarchy(runner)
-    state = DDPState(trainable_parameters(model), runner, optimizer, grad_scaler, bucket_bytes)
+    parameters = trainable_parameters(model)
+    check_rates(runner, parameters, optimizer)
+    state = DDPState(parameters, runner, optimizer, grad_scaler, bucket_bytes)
     state.model = weakref.ref(model)  # DDP's C++ reducer refers to the state, a cycle that Python could not collect
     state.frozen = frozen_parameters(model)
     if getattr(model, "_use_python_reducer", False):

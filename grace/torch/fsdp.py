@@ -23,7 +23,7 @@ from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
-from grace.torch.ddp import DDPState, build_hook_runner
+from grace.torch.ddp import DDPState, build_hook_runner, check_rates
 from grace.torch.fsdp_layout import (
     TRAINED_BEFORE,
     ModuleLayout,
@@ -56,13 +56,7 @@ class FSDPState(DDPState):
         optimizer: torch.optim.Optimizer | None,
         grad_scaler: torch.amp.GradScaler | None,
     ):
-        params = {
-            name: param.sharded_param
-            for layout in shard_group.layouts
-            for name, param in zip(layout.names, layout.params, strict=True)
-            if param.sharded_param.requires_grad
-        }
-        super().__init__(params, runner, optimizer, grad_scaler, None)
+        super().__init__(_trained_parameters(shard_group.layouts), runner, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in runner.communicators}
         self.layouts = shard_group.layouts
         self.shard_group = shard_group
@@ -239,7 +233,8 @@ def register_fsdp_hook(
     ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model. This hook averages the
     reduced gradients over the copies, each parameter's part as a separate variable, compressed. Tensor parallelism may
     cut parameters further. A parameter that no rank used in a step gets zeros for its gradient, not None, as by
-    ``set_reduce_scatter_unused_params(True)``. It needs torch 2.13.
+    ``set_reduce_scatter_unused_params(True)``. FSDP2 reduces a module that runs twice in one forward pass twice, which
+    counts as two steps, in the traffic and for ``compress_after``. It needs torch 2.13.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on, with a mesh of one axis.
@@ -292,12 +287,23 @@ def register_fsdp_hook(
     if runner.hierarchical:
         runner.close()
         raise ConfigError("the strategy is hierarchical, which FSDP's hook cannot")
+    check_rates(runner, _trained_parameters(layouts), optimizer)
     state = FSDPState(shard_group, runner, optimizer, grad_scaler)
     for layout in layouts:
         # buffers then have the same size on all replicas, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
         layout.module.set_all_reduce_hook(Hook(state, layout))
     return state
+
+
+def _trained_parameters(layouts: Sequence[ModuleLayout]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of modules that require gradients, by full name; of each the part that this rank has."""
+    return {
+        name: param.sharded_param
+        for layout in layouts
+        for name, param in zip(layout.names, layout.params, strict=True)
+        if param.sharded_param.requires_grad
+    }
 
 
 class Hook:

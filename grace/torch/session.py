@@ -449,6 +449,13 @@ class Session:
                 "scalers skip different steps, so its values would differ by rank. Give all variables outer, or train "
                 "in bfloat16 without a scaler"
             )
+        unbound = [name for name, shard in runner.shards.items() if not shard.communicator.sync]
+        if unbound and scaler_enabled(self.grad_scaler):
+            raise ConfigError(
+                f"the means of {unbound[0]!r} are applied when they arrive (sync=False), in other steps on each rank: "
+                "after an overflow the ranks' gradient scalers would skip different steps, and the weights would "
+                "differ for good. Choose staleness=, or train in bfloat16 without a scaler"
+            )
 
     def switch(self, plan: ExchangePlan) -> None:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""

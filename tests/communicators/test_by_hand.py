@@ -181,8 +181,9 @@ def test_a_state_that_is_refused_changes_nothing_on_any_rank(two_ranks):
 
 
 @on_ranks()
-def test_bytes_without_compression_are_those_of_all_tensors():
-    """Also after tensors were added, and taken back because a state was refused."""
+def test_a_step_counts_the_elements_and_bytes_of_its_own_tensors():
+    """Also after tensors were added, and taken back because a state was refused; two tensors that are under way
+    together are one step."""
     grc, other, x = communicator("none"), communicator("topk(ratio=0.1)"), torch.ones(100)
     for name in ("one", "two"):
         grc.step(x, name)
@@ -191,8 +192,12 @@ def test_bytes_without_compression_are_those_of_all_tensors():
     assert "the checkpoint was saved with" in message
     grc.step(x, "one")
     traffic = grc._by_hand.runner.traffic
+    begun = [grc.send_step(x, name) for name in ("one", "two")]
+    for each in begun:
+        grc.receive_step(each)
+    assert (traffic.steps, traffic.elements) == (4, 500)
     assert traffic.dense_bytes == 4 * traffic.elements  # of float32, by a ring of two ranks
-    return traffic.elements
+    assert traffic.bits_per_element > 32  # and the headers
 
 
 def without_a_learning_rate():

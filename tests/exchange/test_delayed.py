@@ -380,6 +380,18 @@ def test_a_scaler_that_skips_the_means_of_an_overflow_drops_that_step_alone():
     assert applied(gradients, None, 1, "all", scaler) == [sum(GOOD) - 10.0] * 2
 
 
+def scaled_without_a_bound() -> str:
+    model = Quadratic()
+    made(ReduceBroadcast("none", sync=False), model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
+    scaler = torch.amp.GradScaler("cpu")
+    return refusal(made, ReduceBroadcast("none", sync=False), model, grad_scaler=scaler)
+
+
+def test_a_scaler_is_refused_where_ranks_would_skip_different_steps(two_ranks):
+    for message in two_ranks.run(scaled_without_a_bound):
+        assert "the means of 'w' are applied when they arrive (sync=False)" in message
+
+
 def scaled() -> torch.Tensor:
     """Means that come when the loss scale has changed."""
     model = Quadratic()

@@ -127,6 +127,23 @@ def test_what_no_rank_has_a_gradient_for_is_left_alone(graph):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+@both_ways
+@on_both
+def test_a_rank_without_any_gradient_takes_part(graph):
+    """Rank 1, in all steps. No rank has a gradient of the second variable, whose constraint refuses its value."""
+    variables = [keras.Variable(np.float32([-5.0]), name=name) for name in "ab"]
+    optimizer = sgd()
+    optimizer.build(variables)
+    for variable in variables:
+        variable.constraint = keras.constraints.NonNeg()
+    own = lambda g: g if grace.rank() == 0 else None  # noqa: E731
+    run = traced(lambda g: optimizer.apply_gradients([(own(g), variables[0]), (None, variables[1])]), graph)
+    for _ in range(2):
+        run(tf.constant([-4.0]))
+    assert [float(variable[0]) for variable in variables] == [2.0, -5.0]
+    assert int(optimizer.iterations) == 2
+
+
 @on_mpi
 def test_keras_errors_stay_keras_errors():
     with pytest.raises(ValueError, match="No gradients provided"):
@@ -224,6 +241,22 @@ def test_a_loss_scale_inside_or_outside_skips_a_step_on_all_ranks(side, graph):
     assert seen[0] == ([-4, 0], 8)
     assert seen[1] == ([-4, 0], 4)  # skipped, and halved
     assert seen[2] == ([-4, -5], 4)  # what the first step left out, in the units of gradients
+
+
+@both_ways
+@on_both
+def test_a_loss_scale_skips_a_step_that_overflows_on_the_wire(graph):
+    """The gradient of rank 1 in the second step is finite, and above what float16 holds."""
+    plain = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer = keras.optimizers.LossScaleOptimizer(grace.DistributedOptimizer(plain, "fp16"), initial_scale=8.0)
+    w, seen = tf.Variable([0.0, 0.0]), []
+    run = traced(lambda gradient: optimizer.apply_gradients([(gradient * 8.0, w)]), graph)
+    optimizer.build([w])
+    for number in range(3):
+        large = number == 1 and grace.rank() == 1
+        run(tf.constant([70000.0 if large else 4.0, 2.0]))
+        seen.append(np.array(w).tolist())
+    assert seen == [[-4, -2], [-4, -2], [-6, -3]]
 
 
 @on_horovod

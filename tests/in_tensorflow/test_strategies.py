@@ -18,7 +18,7 @@ from tests.support.drawing import THOROUGH
 from tests.support.own_parts import InPieces, registered
 from tests.support.pools import on_ranks
 from tests.support.strategies import BUILDERS, spec_for
-from tests.support.tensorflow_training import both_ways, digest, on_both, on_horovod, on_mpi
+from tests.support.tensorflow_training import both_ways, digest, on_both, on_horovod, on_mpi, traced
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -204,6 +204,24 @@ def test_rounds_come_after_the_step_that_ends_an_accumulation():
             step(tf.constant([1.0 + 2 * grace.rank()]))
             values.append(float(w[0]))
         assert values[3::4] == [-4, -8, -12, -16]
+
+
+@both_ways
+@on_both
+def test_a_rank_that_was_not_finite_once_trains_on_from_the_anchor(graph):
+    """With the moments and the average of its weights; the round is dropped on all ranks."""
+    w = tf.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.Adam(LR, use_ema=True)
+    optimizer = grace.DistributedOptimizer(optimizer, outer="none", period=2)
+    run = traced(lambda g: optimizer.apply_gradients([(g, w)]), graph)
+    seen = []
+    for step in range(8):
+        spoilt = step == 3 and grace.rank() == 1
+        run(tf.constant([float("nan") if spoilt else 1.0, 1.0]))
+        seen.append(w.numpy())
+    assert np.isfinite([seen[3], seen[-1], *(slot for slot in optimizer.variables if slot.shape == (2,))]).all()
+    assert not np.array_equal(seen[-1], seen[3])
+    return seen[-1].tolist()
 
 
 @on_mpi

@@ -166,6 +166,20 @@ def test_a_memory_that_follows_the_learning_rate_asks_for_the_optimizer():
     assert "register_ddp_hook(model, ..., optimizer=optimizer)" in message
 
 
+@on_ranks(2)
+def test_an_optimizer_without_a_parameter_is_refused_before_the_first_step():
+    """On one rank: the other one hears of it."""
+    model = net()
+    name = list(dict(model.named_parameters()))[2]
+    left_out = name if grace.rank() == 1 else ""
+    optimizer = sgd([p for own, p in model.named_parameters() if own != left_out])
+    wrapped = ddp(model)
+    with pytest.raises(grace.errors.GraceError) as caught:
+        grace.torch.register_ddp_hook(wrapped, "efsignsgd", optimizer=optimizer)
+    assert f"does not hold the parameter {name!r}" in str(caught.value)
+    grace.torch.register_ddp_hook(wrapped, "efsignsgd", optimizer=sgd(model.parameters()))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @on_ranks(2)
 def test_gradients_keep_their_dtype_under_the_hook(dtype):

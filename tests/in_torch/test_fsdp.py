@@ -388,6 +388,12 @@ def several_groups(mesh):
     return fully_shard(net, mesh=mesh["shard"], shard_placement_fn=placements.__getitem__)
 
 
+def optimizer_without_one(mesh):
+    net = built(mesh["shard"])
+    optimizer = torch.optim.SGD(list(net.parameters())[1:], 0.1)
+    grace.torch.register_fsdp_hook(net, mesh["replicate"], "efsignsgd", optimizer=optimizer)
+
+
 @on_ranks(4)
 def test_what_cannot_work_is_refused_with_what_would():
     mesh = mesh_of()
@@ -410,6 +416,7 @@ def test_what_cannot_work_is_refused_with_what_would():
             tensor_parallel(mesh_of(2, 1, 2)["shard"])
         ),
         "set_gradient_divide_factor asks for": lambda: divided(mesh),
+        "the optimizer does not hold the parameter": lambda: optimizer_without_one(mesh),
         "use block": lambda: scatter(built(mesh["shard"]), "topk"),
         "compress_reduce_scatter(inside=...): topk": lambda: scatter(built(mesh["shard"]), "block", inside="topk"),
         "use residual or loco": lambda: scatter(built(mesh["shard"]), "block", "efsignsgd"),

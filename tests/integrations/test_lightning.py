@@ -144,6 +144,25 @@ def test_ranks_that_train_alone_go_the_way_of_the_loop_by_hand(tmp_path):
         return whole[0]
 
 
+@on_ranks(2)
+def test_the_last_round_takes_what_another_callback_sets_at_the_end(tmp_path):
+    """An average of the rank's own weights, say, of a callback that was given after Grace's."""
+    import lightning.pytorch as pl
+
+    class Average(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            for p in pl_module.parameters():
+                p.data.fill_(1.0 + 2 * grace.rank())
+
+    with torchrun():
+        model = net()
+        made = trainer(tmp_path, callback(None, outer="none", period=5), Average())
+        made.fit(model, *loaders())
+        assert all(torch.allclose(p.detach(), torch.tensor(2.0)) for p in model.parameters())
+        assert isinstance(made.callbacks[-1], pl.callbacks.ModelCheckpoint)
+        return parameter_bits(model)
+
+
 def on_gpus() -> Any:
     """A strategy that registers hooks as Lightning does on GPUs."""
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook

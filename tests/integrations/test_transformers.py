@@ -155,6 +155,23 @@ def test_training_goes_on_from_the_best_parameters(tmp_path):
         return parameter_bits(model), own.state.traffic.steps
 
 
+@on_ranks(2)
+def test_the_last_round_takes_what_another_callback_sets_at_the_end(tmp_path):
+    """An average of the rank's own weights, say, of a callback that was given after Grace's."""
+    import transformers
+
+    class Average(transformers.TrainerCallback):
+        def on_train_end(self, args, state, control, model, **kwargs):
+            for p in model.parameters():
+                p.data.fill_(1.0 + 2 * grace.rank())
+
+    with torchrun():
+        model = gpt()
+        trainer(tmp_path, callback(None, outer="none", period=5), Average(), model=model).train()
+        assert all(torch.allclose(p.detach(), torch.tensor(2.0)) for p in model.parameters())
+        return parameter_bits(model)
+
+
 def rising(losses: Any) -> Any:
     import transformers
 

@@ -17,7 +17,7 @@ from grace.strategy.plan import ShardPlan, Sync
 from grace.strategy.predicted_bytes import bytes_between_ranks
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.strategies import Tables, executed, strategy_of, whole
-from tests.support.training import Given, batch, copied, digest, loss_of, made_up, net, train, weights
+from tests.support.training import Given, batch, copied, digest, loss_of, made_up, net, refusal, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -187,6 +187,28 @@ def test_an_outer_optimizer_of_ones_own():
         np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-5, atol=1e-5)
         assert own.state[name] == 1
     assert list(optimizer.state_dict()["grace"]["state"]["outer"]) == list(SHAPES)
+
+
+class Returning(Doubled):
+    """A user's own that returns anything."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def step(self, anchor, drift, name):
+        return self.result(anchor)
+
+
+@on_ranks(2)
+def test_what_a_step_of_ones_own_returns_must_be_an_anchor():
+    for result, message in (
+        (lambda anchor: None, "doubled: step() gave None, where a tensor of shape (13, 6) is wanted: return the next"),
+        (lambda anchor: anchor[:1], "gave a tensor of shape (1, 6), where (13, 6) is wanted"),
+        (lambda anchor: anchor.double(), "step() gave float64 for the anchor of 'matrix', which is float32"),
+    ):
+        model = Given(SHAPES)
+        optimizer = distributed(model, outer=Returning(result), period=1)
+        assert message in refusal(run_given, optimizer, model, range(1))
 
 
 # -- equal anchors -----------------------------------------------------------------------------------------
@@ -778,6 +800,7 @@ def test_arguments_that_do_not_go_together_are_refused():
     assert "outer= for all of them" in refused(outer="none", period=2, strategy="uniform")
     assert "period: must be a whole number of at least 1, not 0" in refused(outer="none", period=0)
     assert "has no parameter 'rate'" in refused(outer="nesterov(rate=1)", period=2)
+    assert "none: offload must be one of False, True, not 1" in refused(outer="none(offload=1)", period=2)
     assert "3 variables (or parts) cannot be dealt to 4 fragments" in refused(strategy=fragmented(fragments=4, delay=0))
     in_step = {"match": {"name": "matrix"}, "sync": {"type": "allreduce"}}
     mixed = {"version": 1, "rules": [in_step, *fragmented(fragments=1, delay=0)["rules"]]}

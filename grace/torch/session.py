@@ -204,16 +204,16 @@ class Session:
             self.settings.hierarchical,
             self.settings.compress_after,
         )
-        if not backend.elastic:  # whose ranks have not met yet
-            advise_hierarchy(runner)
         try:
+            if not backend.elastic:  # whose ranks have not met yet
+                advise_hierarchy(runner)
             self._check_plan(runner)
-        except ConfigError:
+            if self.shard_group is not None:
+                self.shard_group.connect()
+                runner.part = self.shard_group.part
+        except BaseException:
             runner.close()
             raise
-        if self.shard_group is not None:
-            self.shard_group.connect()
-            runner.part = self.shard_group.part
         runner.follows_scaler = partial(scaler_enabled, self.grad_scaler)
         runner.hyperparameters = WeakCall(self.describe_hyperparameters, otherwise=())
         return runner

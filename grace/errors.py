@@ -76,7 +76,7 @@ def payload_of(place: int | None = None, variable: str = "") -> Iterator[None]:
 
 
 class StepError(RankError, ExchangeError):
-    """Error of ranks that are at different steps, or run them with different settings."""
+    """Desync: ranks are at different steps, or run them with different settings."""
 
 
 class MissingExtraError(GraceError, ImportError):

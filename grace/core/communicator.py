@@ -80,6 +80,7 @@ class Communicator(Component):
     kind = "communicator"
     own_numbers = ("rank", "local_rank")
     sums: bool = False
+    """True if the engine adds the ranks' wires up, as an all-reduce does."""
     cost: "ClassVar[RouteCost | str]" = RouteCost()
     """Formula, as text, for the bytes that one exchange sends from a rank, for a payload of p bytes and W ranks. A
     class may set it itself."""

@@ -1,5 +1,5 @@
-"""The watch, a watchdog: a connection of every rank to rank 0, beside the engine, by which ranks learn which rank is a
-straggler, hangs or is dead, and at which line.
+"""The watch, a watchdog without heartbeats: a connection of every rank to rank 0, beside the engine, by which ranks
+learn which rank is a straggler, hangs or is dead, and at which line.
 
 An engine tells a waiting rank no more than that no data arrives. So every rank keeps one connection to rank 0
 (:mod:`grace.core.watch_server`), served by threads that sleep. Over it a rank reports how it ends (normally, or by

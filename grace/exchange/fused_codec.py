@@ -366,7 +366,8 @@ class FusedRounds(FusedCodec):
 
 
 class DoubleBuffer:
-    """Residuals of some variables in two buffers that alternate, as addresses for a codec of kernels.
+    """Two copies of each residual, the committed one and the one that is written next, as addresses for a codec of
+    kernels. So kernels write in place, and a rollback is a swap.
 
     The buffer with the committed residuals is not written to until the other one is committed. If a codec needs all of
     x to compute the residual, the buffer holds x, and a second array the numbers to be subtracted: the codec subtracts

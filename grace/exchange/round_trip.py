@@ -349,11 +349,12 @@ class RoundTrip:
             return self.kernels.join([self.kernels.to_bytes(sizes), self.wire])
         return self._in_parts() if leg.in_parts else self.wire
 
-    def _sends(self, leg: Leg) -> bool:
+    def _contributes(self, leg: Leg) -> bool:
         """Return True if this rank sends its own data in a leg of means or sums."""
         return leg.root is None or self.backend.rank == leg.root
 
     def _start_collective(self, leg: Leg, buffer: Tensor) -> None:
+        """Start the bucket's all-reduce, all-gather, or what else the leg is."""
         backend = self.backend
         before = backend.sent_bytes
         backend.label = f"{self.bucket.label}.{self._position + 1}"
@@ -432,7 +433,7 @@ class RoundTrip:
         means_leg = self.route[self._position + 2]
         count = len(self.codec.layouts[0].shapes)
         self._means_wire = self._means(means_leg)
-        if not self._sends(means_leg):
+        if not self._contributes(means_leg):
             return self.kernels.full([0] * count, "int64", self.wire)
         if self.refused is not None:  # no sizes are negative: this says which variable was refused
             return self._numbers([-1 - self.names.index(self.refused)] * count)
@@ -502,7 +503,7 @@ class RoundTrip:
 
         Terms are added in float32 (float64 for float64) in rank order, and the sum is rounded once."""
         k, layout = self.kernels, self.codec.layouts[0]
-        if not self._sends(leg):
+        if not self._contributes(leg):
             return k.zeros((layout.length,), layout.dtype, self.wire)
         with recorder.phase("sum", bucket=self.bucket):
             in_parts = self.leg is not None and self.leg.in_parts
@@ -538,7 +539,7 @@ class RoundTrip:
         self.communicator.rescale_mean_memory(
             self.loss_scale
         )  # on all ranks: decoders of votes need the loss scale, too
-        if not self._sends(leg):
+        if not self._contributes(leg):
             return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
         header, rooted = self.header, self.communicator.rooted
         with recorder.phase("unpack", bucket=self.bucket):
@@ -652,7 +653,7 @@ class RoundTrip:
         except PayloadError as error:
             self.error = error
             return None
-        if self._sends(leg):
+        if self._contributes(leg):
             return self._means_wire
         return self.kernels.zeros((self.means_layout.length,), "uint8", self.wire)
 
@@ -678,10 +679,10 @@ class RoundTrip:
             if self.mover is not None and not self.mover.received:
                 failed = self._move_payloads(self.mover.receive_all)
                 self.error = None if failed is None else self._undecoded(*failed)
-            self.arrived()
+            self.mark_done()
         self.traffic.wait_seconds += time.perf_counter() - began
 
-    def arrived(self) -> None:
+    def mark_done(self) -> None:
         """Note that the collective under way is known to be done."""
         if self._under_way:
             self.backend.done += 1

@@ -190,7 +190,7 @@ def unfit(compressor: Compressor, memory: Memory) -> str:
 
 
 class RowCodec(PerVariableCodec):
-    """Codec that adds up duplicate rows, and passes the row numbers to the compressor.
+    """Codec of sparse gradients (embeddings): it adds up duplicate rows, and passes their numbers to the compressor.
 
     A second compression is one of rows, too: the root's answer holds all ranks' rows.
     """

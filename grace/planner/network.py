@@ -62,7 +62,8 @@ def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Links:
-    """Equal links, each full duplex: latency l and bandwidth b give l messages + bytes / b (:func:`steps_of`).
+    """Equal links, each full duplex, by the alpha-beta model: with latency l (alpha) and bandwidth b (1 / beta) a
+    collective takes l messages + bytes / b (:func:`steps_of`).
 
     What goes round a ring passes the link of a node once, however many ranks the node has; what everyone sends to
     everyone passes it as often as ranks share it.

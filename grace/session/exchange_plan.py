@@ -21,8 +21,8 @@ class ExchangePlan(abc.ABC):
     strategy: Any = None
     """The strategy that is executed; None if the plan is none."""
 
-    def hand_out(
-        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
+    def broadcast_plan(
+        self, variables: list[Variable], backend: Backend, error: Exception | None, elastic: bool
     ) -> list[Variable]:
         """Broadcast the plan to all ranks before any other collective. The default is for plans that follow from the
         user's arguments, which every rank has.
@@ -31,7 +31,7 @@ class ExchangePlan(abc.ABC):
             variables: the variables of this rank.
             backend: the ranks.
             error: the error of this rank so far, if it failed.
-            later: True if no collective may run now.
+            elastic: True if ranks may join and leave: no collective may run now.
 
         Returns:
             the variables, with facts that the plan corrects.

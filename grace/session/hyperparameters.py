@@ -51,7 +51,7 @@ def _plain(value: Number) -> Number:
     return value if value is None or isinstance(value, bool) else float(value)
 
 
-def facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> list[tuple[str, str]]:
+def hyperparameter_facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> list[tuple[str, str]]:
     """Return the facts of hyperparameters that :func:`grace.session.agreement.compare_facts` compares.
 
     Args:
@@ -59,7 +59,7 @@ def facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> lis
         groups: the numeric settings of each parameter group.
         group: name of a parameter group, with a place for its number.
 
-    >>> facts("SGD", [(("lr", 0.1),)])
+    >>> hyperparameter_facts("SGD", [(("lr", 0.1),)])
     [('optimizer SGD', ''), ('optimizer SGD, param group 0, lr', '0.1')]
     """
     # repr() tells floats apart that differ in the last bit.

@@ -1,4 +1,5 @@
-"""Setup: each rank checks its variables and choices, and either all ranks start or none."""
+"""Setup of a step runner: each rank checks its variables and choices, then all compare them; if one fails, all
+raise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ def build_step_runner(
     context: Context,
     settings: Sequence[tuple[str, str]] = (),
     check: Callable[[Communicator], None] = lambda communicator: None,
-    later: bool = False,
+    elastic: bool = False,
     hierarchical: bool = False,
     compress_after: int = 0,
 ) -> StepRunner:
@@ -37,7 +38,8 @@ def build_step_runner(
         context: the context that all components share.
         settings: further (what, value) facts that must be equal on all ranks.
         check: raises an error if a communicator does not suit the run.
-        later: True to run no collective now; the caller runs the runner's ``agree()`` later.
+        elastic: True if ranks may join and leave: no collective runs now, and the caller runs the runner's ``agree()``
+            later.
         hierarchical: True to reduce over the ranks of a node first.
         compress_after: number of first steps that are exchanged uncompressed, unless the plan sets it.
 
@@ -58,13 +60,13 @@ def build_step_runner(
         error = raised
     if plan is not None:
         # A collective: every rank runs it, also with an error, so that no rank waits in vain.
-        found = plan.hand_out(found, backend, error, later)
+        found = plan.broadcast_plan(found, backend, error, elastic)
     try:
         if error is not None or plan is None:
             raise error or AssertionError
         context.seed = checked_seed(context.seed)
         # An elastic run's size may change, and under a hierarchy not all ranks exchange: assume nothing of it.
-        shards = plan.shards(found, 1 if later or hierarchical else backend.size)
+        shards = plan.shards(found, 1 if elastic or hierarchical else backend.size)
         if hierarchical:
             shards = [replace(shard, hierarchical=True) for shard in shards]
         communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
@@ -79,17 +81,17 @@ def build_step_runner(
             for part in communicator.named_components().values():
                 if isinstance(part, StatefulComponent):
                     part.record_attributes()
-        _check_delays(runner, later)
+        _check_elastic_and_hierarchical(runner, elastic)
         runner.settings = list(settings)
         runner.compress_after = compress_after
     except Exception as raised:
         if runner is not None:
             runner.close()
         owner.release()
-        if not later:
+        if not elastic:
             compare_facts(backend, [], raised)  # the other ranks wait here for this one: pass them its error
         raise
-    if not later:
+    if not elastic:
         try:
             runner.agree()
         except BaseException:
@@ -115,15 +117,15 @@ def _set_compress_after(communicator: Communicator, compress_after: int) -> None
         )
 
 
-def _check_delays(runner: StepRunner, later: bool) -> None:
+def _check_elastic_and_hierarchical(runner: StepRunner, elastic: bool) -> None:
     """Refuse delayed means, and hierarchical reduction, in runs that do not support them."""
     delayed = [shard for shard in runner.shards.values() if shard.communicator.delayed]
-    delayed = [shard for shard in delayed if later or shard.hierarchical]
+    delayed = [shard for shard in delayed if elastic or shard.hierarchical]
     if delayed:
-        where = "in elastic mode" if later else "with hierarchical reduction"
+        where = "in elastic mode" if elastic else "with hierarchical reduction"
         what = delayed[0].communicator.choice
         raise ConfigError(f"{what} applies means in later steps, which is not possible {where}")
-    if later and runner.hierarchical:
+    if elastic and runner.hierarchical:
         raise ConfigError("hierarchical reduction is not possible in elastic mode")
     if runner.hierarchical and runner.backend.pairs_by_name:
         some = runner.hierarchical

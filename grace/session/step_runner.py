@@ -88,7 +88,8 @@ class StepRunner:
         # 2. The ranks, and the communicators that are bound to them now, and again when the ranks have agreed.
         self.backend = backend
         self.channel = backend
-        """Backend of the exchanges, once the ranks have agreed; ``backend`` is for comparisons of all ranks."""
+        """Backend that buckets are exchanged over: a process group of its own, once the ranks have agreed. Comparisons
+        of all ranks go over ``backend``."""
         self._leases = Leases(backend)
         self.context = context
         self.averaging = Allreduce("none")
@@ -101,14 +102,14 @@ class StepRunner:
         self.hierarchical = hierarchical(shards)
         self.hierarchy: Hierarchy | None = None
         led = [shard.communicator for shard in shards if shard.hierarchical]
-        self._led = {id(one) for communicator in led for one in (communicator, communicator.uncompressed)}
+        self._hierarchical_ids = {id(one) for communicator in led for one in (communicator, communicator.uncompressed)}
         self._nodes: list[str] = []
         self._node_groups: dict[tuple[int, int], NodeGroups] = {}
         self._thread: ExchangeThread | None = None
         self._bind(backend)
         # 3. The step in progress.
         self.traffic = Traffic()
-        self._begun: list[AnyRoundTrip] = []
+        self.in_flight: list[AnyRoundTrip] = []
         self._unused_trips: list[DelayedRoundTrip] = []
         """Delayed round trips of the last step, while its means may still be dropped."""
         self.waits_for_step = False
@@ -123,11 +124,11 @@ class StepRunner:
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
         self._committed_parts: list[Component] | None = None
-        self._carrying = CarriedOver()
+        self._carried_over_owner = CarriedOver()
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
-        self.carried_over = self._carrying.state
-        """Means that an earlier run or plan still had to apply, by shard; a step takes those that it adds to its
-        outcomes."""
+        self.carried_over = self._carried_over_owner.state
+        """Delayed means that a checkpoint or the former plan had not applied yet, by shard. The next successful step
+        adds them to its own means."""
         self.carries_over = False
         """True if there may be such means. Cheaper to read than the state, in every step."""
         self.warned_own_state = False
@@ -188,7 +189,7 @@ class StepRunner:
     def hierarchy_of(self, communicator: Communicator) -> Hierarchy | None:
         """Return the hierarchy of a communicator's exchanges, once the ranks have agreed; None if all ranks take
         part."""
-        return self.hierarchy if id(communicator) in self._led else None
+        return self.hierarchy if id(communicator) in self._hierarchical_ids else None
 
     @property
     def components(self) -> list[tuple[str, Component]]:
@@ -308,7 +309,7 @@ class StepRunner:
         trip = self.make_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         trip.start()
         trip.defers_headers = True  # finish_step() resolves the headers of all round trips at once
-        self._begun.append(trip)
+        self.in_flight.append(trip)
         return trip
 
     def make_round_trip(self, contribution: Contribution) -> AnyRoundTrip:
@@ -317,7 +318,7 @@ class StepRunner:
         if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
             bucket = bucket.at_step(self.context.step)
             contribution = contribution._replace(bucket=bucket)
-        if self.hierarchy is not None and id(bucket.communicator) in self._led:
+        if self.hierarchy is not None and id(bucket.communicator) in self._hierarchical_ids:
             return HierarchicalRoundTrip(contribution, self.hierarchy)
         if bucket.communicator.delayed:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
@@ -334,12 +335,12 @@ class StepRunner:
             StepError: the ranks are at different steps. The step is dropped.
         """
         # All legs of all buckets start before any payload is decoded: a rank that cannot decode has started as many.
-        advance_all(self._begun)
+        advance_all(self.in_flight)
         outcomes: list[Outcome] = []
         try:
-            for trip in self._begun:
+            for trip in self.in_flight:
                 outcomes += trip.finish(outs(trip.bucket))
-            self.resolve(self._begun)
+            self.resolve(self.in_flight)
         except PayloadError:
             # The round trips stay under way: the error is raised again until the caller discards the step.
             self._roll_back()
@@ -350,8 +351,8 @@ class StepRunner:
     def check_step_stamps(
         self, trips: Sequence[AnyRoundTrip], backend: Backend, hyperparameters: Facts | None = None
     ) -> None:
-        """Raise StepError if the headers of completed round trips say that ranks are out of step. Every rank calls it
-        with the same round trips.
+        """Raise StepError (desync) if the headers of completed round trips say that ranks are out of step. Every rank
+        calls it with the same round trips.
 
         Args:
             trips: the round trips.
@@ -450,11 +451,11 @@ class StepRunner:
     @property
     def in_progress(self) -> bool:
         """True if round trips are under way, or their means may still be dropped."""
-        return bool(self._begun) or self.waits_for_step
+        return bool(self.in_flight) or self.waits_for_step
 
     def under_way(self, bucket: Bucket) -> bool:
         """Return True if the bucket's round trip is under way."""
-        return any(trip.bucket is bucket for trip in self._begun)
+        return any(trip.bucket is bucket for trip in self.in_flight)
 
     def end_step(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
         """End the step with the outcomes of its round trips, all of which are finished: compare step stamps, start
@@ -464,15 +465,15 @@ class StepRunner:
             StepError: the ranks are at different steps. The step is forgotten.
         """
         try:
-            self.check_step_stamps(self._begun, self.channel)
+            self.check_step_stamps(self.in_flight, self.channel)
         except StepError:
             self.abandon()
             raise
         # Ranks may have begun buckets in different orders: the thread must get them in one.
-        delayed = [trip for trip in self._begun if isinstance(trip, DelayedRoundTrip)]
+        delayed = [trip for trip in self.in_flight if isinstance(trip, DelayedRoundTrip)]
         for trip in sorted(delayed, key=lambda trip: trip.bucket.index):
             trip.enqueue()
-        self._begun = []
+        self.in_flight = []
         self._unused_trips = delayed if self.waits_for_step else []
         # A loss scaler skips a step that overflowed. Without one, its means would be added twice.
         if self.carries_over and not any([outcome.overflow for outcome in outcomes]):
@@ -482,7 +483,8 @@ class StepRunner:
     # -- commit or roll back ---------------------------------------------------------------------------
 
     def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
-        """Commit the state that this step changed, such as residuals, or roll it back; alike on all ranks.
+        """Commit the state that this step changed, such as residuals, or roll it back (after Inf or NaN); alike on all
+        ranks. To skip the optimizer's own step then is a GradScaler's task, which finds NaN in the means.
 
         1. Codecs write state when they encode, or when they decode, and :class:`~grace.core.state.State` stages it:
            the step reads it, and what was committed stays as it was. A fused codec stages the buffer that its kernels
@@ -505,7 +507,7 @@ class StepRunner:
         self.waits_for_step = self.waits_for_step and keep and bool(outcomes)
         missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
         self.context.step += not discarded
-        for component in self._stepping():
+        for component in self._parts_of_steps():
             if not keep:
                 component.state.rollback()
                 continue
@@ -526,7 +528,7 @@ class StepRunner:
             discarded: names of whole variables.
         """
         shards = [shard.variable.name for name in discarded for shard in self.shards_of[name]]
-        for component in self._stepping():
+        for component in self._parts_of_steps():
             for name in shards:
                 component.state.rollback(name)
             component.state.commit()
@@ -549,15 +551,15 @@ class StepRunner:
 
     def _roll_back(self) -> None:
         self.waits_for_step = False
-        for component in self._stepping():
+        for component in self._parts_of_steps():
             component.state.rollback()
 
-    def _stepping(self) -> list[Component]:
+    def _parts_of_steps(self) -> list[Component]:
         """Return the parts whose state is committed or rolled back at the end of a step."""
         if self._committed_parts is not None:
             return self._committed_parts
         own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
-        parts = [self._carrying, *(part for c in own for part in c.stateful_parts.values())]
+        parts = [self._carried_over_owner, *(part for c in own for part in c.stateful_parts.values())]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
             self._committed_parts = parts
@@ -571,17 +573,17 @@ class StepRunner:
         Raises:
             StepError: the ranks are at different steps.
         """
-        advance_all(self._begun)
-        for trip in self._begun:
+        advance_all(self.in_flight)
+        for trip in self.in_flight:
             trip.discard()
         self.end_step([], discarded=True)
 
     def abandon(self) -> None:
         """Drop the round trips under way, which the engine has given up, and roll back their state."""
-        for trip in self._begun:
+        for trip in self.in_flight:
             if isinstance(trip, DelayedRoundTrip):
                 trip.cancel()
-        self._begun = []
+        self.in_flight = []
         # Set by a node whose ranks differ: the next step may succeed.
         self.context.out_of_step = ""
         self._roll_back()

@@ -45,8 +45,8 @@ class StrategyPlan(ExchangePlan):
         self.resources = resources
         self.strategy: Strategy | None = None
 
-    def hand_out(
-        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
+    def broadcast_plan(
+        self, variables: list[Variable], backend: Backend, error: Exception | None, elastic: bool
     ) -> list[Variable]:
         """Make the strategy on rank 0, and send it to all ranks.
 
@@ -54,7 +54,7 @@ class StrategyPlan(ExchangePlan):
             ConfigError: (on rank 0) it is missing or wrong; or it is for another number of ranks.
             RankError: (on other ranks) rank 0 could not make it, or another rank has no strategy.
         """
-        if later:
+        if elastic:
             raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
         what = f"a strategy of version {VERSION}"
         nodes = gather_or_raise(backend, what, node_name(), error)

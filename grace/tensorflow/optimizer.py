@@ -20,7 +20,7 @@ from grace.core.outer import OuterArg
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import warn_own_state
-from grace.session.hyperparameters import facts, numeric_settings
+from grace.session.hyperparameters import hyperparameter_facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
 from grace.session.state_schema import SavedState
 from grace.session.switching import returns_to_step
@@ -125,7 +125,7 @@ class DistributedMixin(Once):
     def apply(
         self, grads: Sequence[TapeGradient], trainable_variables: "Sequence[keras.Variable] | None" = None
     ) -> None:
-        """Exchange the gradients, and update the variables with their means."""
+        """Exchange the gradients, and update the variables with their means. Keras's ``model.fit`` calls it."""
         if self._grace.runner is not None:
             check_momentum(self._grace.runner.communicators, self, later=True)
         grads = list(grads)
@@ -518,7 +518,7 @@ def DistributedOptimizer(
         check=lambda chosen: check_momentum([chosen], optimizer_ref()),
         averages=True,
         beside=lambda: variables_to_broadcast(optimizer_ref()),
-        facts=lambda: facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
+        facts=lambda: hyperparameter_facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
         adaptive=is_adaptive(inner),
     )
     inner.__class__ = _distributed_class(cls)

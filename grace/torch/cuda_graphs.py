@@ -73,7 +73,7 @@ def capture(optimizer: torch.optim.Optimizer, step: Callable[[], T], warm_up: in
         result = step()
         optimizer.step()
     counts.subtract_capture()  # a capture runs the step's Python, but no kernels
-    states = [part.state for part in session.runner._stepping()]
+    states = [part.state for part in session.runner._parts_of_steps()]
     return CapturedStep(session.context, graph, device_step, counts, result, states)
 
 
@@ -156,7 +156,7 @@ def _resolve_on_device(runner: StepRunner, device_step: torch.Tensor | None, tri
         """Overwrite a kept tensor with the staged one, in place, if all means are in range."""
         kept.copy_(staged if in_range is None else torch.where(in_range, staged, kept))
 
-    for component in runner._stepping():
+    for component in runner._parts_of_steps():
         component.state.write(write)
     if device_step is not None:
         device_step.add_(1)

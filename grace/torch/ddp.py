@@ -25,8 +25,7 @@ from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
-from grace.session.hyperparameters import facts as in_words
-from grace.session.hyperparameters import momentum_owners
+from grace.session.hyperparameters import hyperparameter_facts, momentum_owners
 from grace.session.metrics import metrics
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
@@ -202,7 +201,7 @@ class DDPState(PythonReducerMixin):
 
     def _describe_hyperparameters(self) -> list[tuple[str, str]]:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""
-        return in_words(type(self.optimizer).__name__, self.hyperparameters)
+        return hyperparameter_facts(type(self.optimizer).__name__, self.hyperparameters)
 
     @property
     def traffic(self) -> Traffic:
@@ -543,7 +542,7 @@ class DDPState(PythonReducerMixin):
         by_future = self.runner.hierarchy is None
         if by_future:
             assert isinstance(trip, RoundTrip)
-            trip.arrived()
+            trip.mark_done()
         outcomes = trip.finish(outs, wait=not by_future)
         if self.runner.carries_over:
             # The framework may ignore a mean for a gradient that no rank has, so these wait for a later step.
@@ -606,7 +605,7 @@ def build_hook_runner(
         *facts,
         ("compress_after", str(compress_after)),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
-        *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
+        *([] if optimizer is None else hyperparameter_facts(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
     runner = build_step_runner(
         checked_variables,

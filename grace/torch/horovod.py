@@ -166,7 +166,7 @@ class HorovodSession(Session):
             if callable(handle):  # of a sparse gradient, for which Horovod returns a function
                 p.grad = handle()
         # Ranks begin in any order, but must finish in the same one: finishing may have collectives of its own.
-        self.runner._begun.sort(key=lambda exchange: exchange.bucket.index)
+        self.runner.in_flight.sort(key=lambda exchange: exchange.bucket.index)
 
     def drop(self) -> None:
         """Await the exchanges in progress, and discard their results. Every rank must call it."""
@@ -176,7 +176,7 @@ class HorovodSession(Session):
 
     def discard(self) -> None:
         """Await the exchanges begun, and discard their results."""
-        if self.runner._begun:  # collectives that were started must end on all ranks
+        if self.runner.in_flight:  # collectives that were started must end on all ranks
             with self.abandoning_on_error():
                 self.runner.discard()
         self.reset_step()
@@ -192,7 +192,7 @@ class HorovodSession(Session):
 
     def complete(self) -> None:
         """Await the exchanges begun, and write the means back."""
-        for exchange in self.runner._begun:
+        for exchange in self.runner.in_flight:
             program = exchange.bucket.program
             if program is not None and program.sums and program.codec.layouts[0].dtype == "bfloat16":
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"

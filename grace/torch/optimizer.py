@@ -229,10 +229,11 @@ class DistributedMixin(Closable, StateMixin):
     def synchronize(self) -> None:
         """Finish this step's exchange: start the buckets that are left, await all, and write the means into ``p.grad``.
 
-        Call it before clipping or unscaling, on every rank. ``step()`` does not exchange again. What memories learnt is
-        kept when ``step()`` uses the means, and dropped if they are cleared before. So are this step's gradients if the
-        means are those of an earlier step (``staleness``), which are then applied later. To drop these, set ``p.grad``
-        to zeros and call ``step()``.
+        Call it before clipping or unscaling, on every rank: ``optimizer.synchronize()``, ``clip_grad_norm_(...)``,
+        ``optimizer.step()``. ``step()`` then exchanges nothing. It commits residuals; ``zero_grad()`` before it rolls
+        them back. With ``staleness`` the means are those of an earlier step: ``step()`` keeps this step's gradients for
+        a later one, and ``zero_grad()`` drops them, but not those means, which a later step applies. To drop the means,
+        set ``p.grad`` to zeros and call ``step()``.
         """
         session = self._grace
         if not session.synchronized:

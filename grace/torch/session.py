@@ -1,5 +1,5 @@
-"""Base of the distributed optimizers' sessions: the runner of an optimizer's parameters, and how gradients enter and
-leave it."""
+"""Base of the distributed optimizers' sessions: starts the exchanges of ``p.grad``, bucket by bucket, and writes the
+means back into it."""
 
 import contextlib
 import warnings
@@ -25,8 +25,7 @@ from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.hierarchy import advise_hierarchy
-from grace.session.hyperparameters import facts as in_words
-from grace.session.hyperparameters import momentum_owners
+from grace.session.hyperparameters import hyperparameter_facts, momentum_owners
 from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
@@ -74,7 +73,8 @@ CHANGED_EARLY = "was changed before its exchange began (by clipping, unscaling o
 
 
 class Session:
-    """The parameters of an optimizer, their runner, and the gradients whose exchange is in progress.
+    """The torch side of an optimizer's exchanges: it passes the gradients of each bucket to the runner, and writes the
+    means back into ``p.grad``.
 
     Args:
         optimizer: the user's optimizer.
@@ -191,7 +191,7 @@ class Session:
             ("backward_passes_per_step", str(passes)),
             *self.settings.facts(),
             ("grad_scaler", "none" if self.grad_scaler is None else "given"),
-            *in_words(self.optimizer_type, compared),
+            *hyperparameter_facts(self.optimizer_type, compared),
         ]
         runner = build_step_runner(
             partial(self._list_variables, optimizer, parameters, passes, start, facts),
@@ -220,7 +220,7 @@ class Session:
 
     def describe_hyperparameters(self) -> list[tuple[str, str]]:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""
-        return in_words(self.optimizer_type, self.hyperparameters)
+        return hyperparameter_facts(self.optimizer_type, self.hyperparameters)
 
     def _list_variables(
         self,

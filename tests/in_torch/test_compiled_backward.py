@@ -40,7 +40,7 @@ def trained(backend, method=TOPK, passes=1, set_to_none=True, frozen=False, comp
             optimizer.zero_grad(set_to_none=set_to_none)
             for number in range(passes):
                 compiled(*batch(passes * step + number))
-            begun.append(len(optimizer._grace.runner._begun) if method else 0)
+            begun.append(len(optimizer._grace.runner.in_flight) if method else 0)
             optimizer.step()
         if method:
             optimizer.close()

@@ -141,12 +141,8 @@ class Session:
         self.auto_request: AutoRequest | None = None
         start: dict[str, torch.Tensor] = {}
         self.runner = self._agree_on_runner(optimizer, parameters, choices, backend, passes, groups, start)
-        self.param_group = {
-            name: index
-            for index, group in enumerate(optimizer.param_groups)
-            for name, p in self.parameters.items()
-            if any(p is other for other in group["params"])
-        }
+        group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.group_number = {name: group_of[id(p)] for name, p in self.parameters.items()}
         """Number of the optimizer's parameter group by parameter name."""
         # 4. Outer rounds, and tables of buckets.
         self.buffers = _float_buffers(parameters)
@@ -393,7 +389,7 @@ class Session:
     def _lr(self, name: str) -> float:
         """Return the learning rate of a variable."""
         whole = self.runner.shards[name].whole.name
-        return float(self.optimizer.param_groups[self.param_group[whole]]["lr"])
+        return float(self.optimizer.param_groups[self.group_number[whole]]["lr"])
 
     def _index_buckets(self) -> None:
         """Compute the tables that are the same at every step: the contents of each bucket, and the buckets of each

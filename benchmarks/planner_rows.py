@@ -1,9 +1,9 @@
 """Rows of the planner: ``python -m benchmarks.planner_rows``.
 
 Runs ``grace bench plan`` over five models, four links, and 2 and 4 ranks, the short scenarios first; plans that are
-near the best one have eight turns, of about six seconds in all. The rows go into ``benchmarks/results/plan.jsonl``, and
-the table, in Markdown, is printed. A scenario that is in the file is not measured again, so that a run that was
-stopped, or ran out of time, goes on where it was.
+near the best one have eight turns, of about six seconds in all. The rows go into a folder, as those of ``grace bench
+plan``; pages quote those of ``benchmarks/results/plan.json``. A scenario that is in the folder is not measured again,
+so that a run that was stopped, or ran out of time, goes on where it was.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from grace.bench.plan.plan_command import SWEEP, PlanSettings
+from grace.bench.plan.plan_command import PlanSettings
+from grace.bench.ranks.sweep import run_sweep
+from grace.bench.report.plan_table import verdict
 
 MODELS = {"mlp": 0.3, "ncf": 9.6, "lstm": 10.6, "resnet": 11.2, "transformer": 16.8}
 """Models, and their millions of parameters."""
@@ -23,7 +23,7 @@ RATES = [0.0, 10e9, 1e9, 100e6]
 """Bandwidths in bit/s; 0 for the loopback."""
 TURNS: dict[str, Any] = {"rounds": 8, "seconds": 6.0}
 RANKS = [2, 4]
-OUT = Path("benchmarks/results/plan.jsonl")
+OUT = Path("out/planner_rows")
 
 
 def cost(scenario: dict[str, Any]) -> float:
@@ -63,7 +63,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = Rows(given.models, [rate or None for rate in given.rates], given.ranks, **TURNS)
     rows.ends = time.monotonic() + 60 * given.minutes
-    SWEEP.run(rows, given.out, resume=True, console=Console(highlight=False))
+    run_sweep("plan", rows, given.out, True, verdict).report_and_exit()
 
 
 if __name__ == "__main__":

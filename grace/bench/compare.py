@@ -81,12 +81,16 @@ MEASURES = {
         Measure(("decode_ms",), "decode", 0.1, time=True),
         Measure(("vnmse",), "vNMSE", 0.05),
     ),
+    "plan": (STEP, Measure(("to_plain",), "to plain", 0.1), Measure(("settled",), "settled", 0.1)),
+    "pipeline": (STEP,),
 }
 """Measures of each kind of results; a row's verdict depends on the first one."""
 IDENTITY = {
     "step": ("engine", "ranks", "bandwidth", "name"),
     "train": ("ranks", "bandwidth", "optimizer", "method"),
     "kernels": ("tensor", "method"),
+    "plan": ("ranks", "bandwidth", "model"),
+    "pipeline": ("ranks", "bandwidth", "compressor", "model"),
 }
 """Keys that identify the rows of each kind; the last one is the row's name."""
 
@@ -204,7 +208,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare two results of kernels, step or train, row by row.
+    """Compare two results of the same benchmark, row by row.
 
     Rows are matched by method and by where it was measured (tensor; or
     bandwidth, ranks, engine). Ratios are b / a. A change counts where the

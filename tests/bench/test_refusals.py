@@ -88,8 +88,7 @@ REFUSED = {
         (["-n", "1"], "--ranks must be between 2 and 1000, not 1: one rank exchanges nothing"),
         (["--methods", "topq"], "did you mean 'topk'"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind ("),
-        (["--out", "bytes.jsonl", "--resume"], "bytes.jsonl: is not UTF-8 text"),
+        (["--out", __file__], "cannot write to"),
     ],
     "pipeline": [
         (["--models", ""], "no models"),
@@ -100,7 +99,6 @@ REFUSED = {
         (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
         (["--schedule", "zbv"], "gpipe or 1f1b"),
         (["--blocks", "0"], "--blocks must be at least 1"),
-        (["--out", "kept.jsonl", "--resume"], "kept.jsonl is damaged, or of another kind ("),
     ],
 }
 CASES = [
@@ -113,8 +111,6 @@ CASES = [
 @pytest.mark.parametrize(("command", "args", "says"), CASES)
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, says):
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "kept.jsonl").write_text('{"model": "mlp", "cuts": []}\n')  # of no benchmark, and not of plan
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\n")
     out = [] if "--out" in args or command == "link" else ["--out", "new"]
     code, said, err = grace_command("bench", command, *args, *out, folder=tmp_path)
     assert (code, said) == (2, "")

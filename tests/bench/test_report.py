@@ -14,11 +14,10 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from grace.bench.common.results import KINDS
 from grace.bench.report.figures import bars, figures, looks_of
 from grace.bench.report.page import methods_looks, report_sections, write_report
 from grace.errors import ConfigError
-from tests.support.bench_results import METHODS, kernels, pictures, results, step, train
+from tests.support.bench_results import KINDS, METHODS, kernels, pictures, results, step, train
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 

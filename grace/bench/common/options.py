@@ -15,8 +15,6 @@ from grace.core.registry import aliases, known
 from grace.errors import ConfigError
 
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")]
-KeptIn = Annotated[Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")]
 OPTION = "option"
 """Key of an :class:`Option` in a field's metadata."""
 MOST_SEEDS = 10_000

@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import grace
-from grace.bench.pipeline.cut_verdicts import CHOSEN, Cut
 from grace.bench.pipeline.pipeline_command import PipelineSettings
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
+from grace.bench.report.pipeline_table import CHOSEN, Cut, judge
 from grace.bench.workloads.pipelines import Cuttable, Inputs, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
@@ -123,7 +123,7 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
     seconds = time.perf_counter() - began
     about = {"planning_seconds": planning, "latency": network.links.latency}
     about["bytes_per_second"] = network.links.bandwidth
-    emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
+    emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds, **judge(cuts)}})
 
 
 def _engine(

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import grace
 from grace.backends import launchers
@@ -18,7 +16,6 @@ from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.results import Results
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.report.step_table import show
 from grace.bench.step import step_settings
 from grace.bench.step.step_rows import ScenarioRows
 from grace.bench.step.step_settings import StepSettings
@@ -75,7 +72,7 @@ def command(
     if here and "bandwidths" in given:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
     running = run_on_device(settings, out) if device == "cuda" else run(settings, out, here)
-    running.report_and_exit(Console(highlight=False))
+    running.report_and_exit()
 
 
 def check_on_device(device: str, here: bool, given: options.Given) -> None:
@@ -101,12 +98,8 @@ def run_on_device(settings: StepSettings, out: Path) -> BenchmarkRun:
 
     if len(settings.ranks) > 1:
         raise ConfigError("--device cuda takes one number of --ranks")
-    console = Console(highlight=False)
     running = BenchmarkRun(NAME, "step", settings.about(), out, interrupted="interrupted")
-    with console.status("") as status:
-        running.measure(lambda: one_gpu.run(running, settings, lambda what: status.update(escape(what))))
-    show(console, running.results)
-    return running
+    return running.measure(lambda: one_gpu.run(running, settings))
 
 
 def run(
@@ -117,12 +110,11 @@ def run(
     With ``here`` this process is one of several ranks, of which only the first writes and shows. With ``shortfalls`` of
     trained methods the verdict recommends only those that learn.
     """
-    console = Console(highlight=False, quiet=here and grace.init().rank != 0)
     about = {**settings.about(), **({} if shortfalls is None else {"shortfalls": dict(shortfalls)})}
-    running = BenchmarkRun(NAME, "step", about, None if console.quiet else out)
+    running = BenchmarkRun(NAME, "step", about, None if here and grace.init().rank != 0 else out)
 
     def measure() -> None:
-        with ScenarioBars(console) as bars:
+        with ScenarioBars(running.console) as bars:
 
             def watch(scenario: str, event: Event) -> None:
                 bars.show(scenario, event)
@@ -131,10 +123,7 @@ def run(
 
             (_measure_here if here else _measure)(settings, running.results, watch)
 
-    running.measure(measure)
-    if not console.quiet:
-        show(console, running.results)
-    return running
+    return running.measure(measure)
 
 
 def _measure(settings: StepSettings, results: Results, watch: Callable[[str, Event], None]) -> None:

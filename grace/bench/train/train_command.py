@@ -12,7 +12,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.events import Event
@@ -25,7 +24,6 @@ from grace.bench.common.text import scenario, show_rate
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.launchers import check_links
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.report.train_table import show
 from grace.bench.workloads.task import OPTIMIZERS, in_optimizer
 from grace.bench.workloads.tasks import facts, task_class
 from grace.core.registry import make
@@ -184,21 +182,18 @@ def command(
     if quick:
         settings.use_quick_epochs()
     folder = out or Path(f"out/train-{settings.task.replace(':', '-')}")
-    run(settings, folder).report_and_exit(Console(highlight=False))
+    run(settings, folder).report_and_exit()
 
 
 def run(settings: TrainSettings, out: Path) -> BenchmarkRun:
     """Train, show and save; return the benchmark with its results and its exit code."""
-    console = Console(highlight=False)
     running = BenchmarkRun(NAME, "train", settings.about(), out)
-    running.measure(lambda: _train_and_show(settings, running, console))
-    show(console, running.results)
-    return running
+    return running.measure(lambda: _train_and_show(settings, running))
 
 
-def _train_and_show(settings: TrainSettings, running: BenchmarkRun, console: Console) -> None:
+def _train_and_show(settings: TrainSettings, running: BenchmarkRun) -> None:
     """Train over each network; each run is saved, and told in a line, when it ends."""
-    with ScenarioBars(console) as bars:
+    with ScenarioBars(running.console) as bars:
 
         def watch(rate: float | None, event: Event) -> None:
             bars.show(scenario(settings.ranks, rate), event)
@@ -208,7 +203,7 @@ def _train_and_show(settings: TrainSettings, running: BenchmarkRun, console: Con
             run, where = event["run"], "" if rate is None else f", {show_rate(rate)}"
             name = run["method"] if len(settings.optimizers) == 1 else f"{run['method']}, {run['optimizer']}"
             quality = f"{running.results.settings['metric']} {shown(run['quality'], running.results.settings)}"
-            console.print(f"{name}, seed {run['seed']}{where}: {quality}", markup=False)
+            running.console.print(f"{name}, seed {run['seed']}{where}: {quality}", markup=False)
 
         train(settings, running.results, watch)
 

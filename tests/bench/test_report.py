@@ -172,7 +172,7 @@ def test_a_method_has_one_look_in_all_figures():
 
 def test_bars_are_as_long_as_what_was_measured_and_long_ones_are_cut():
     axes = Figure().subplots()
-    bars("ms", {"a": [10, 5], "b": [90, 0]}, {"compute": "grey", "codec": "C1"}, 20).draw(axes)
+    bars(axes, "ms", {"a": [10, 5], "b": [90, 0]}, {"compute": "grey", "codec": "C1"}, 20)
     assert [(patch.get_x(), patch.get_width()) for patch in axes.patches] == [(0, 10), (0, 90), (10, 5), (90, 0)]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a  15.0", "b  90.0"]
     assert axes.get_xlim() == (0, 20)
@@ -181,7 +181,7 @@ def test_bars_are_as_long_as_what_was_measured_and_long_ones_are_cut():
 def test_names_that_are_alike_when_short_stay_whole():
     names = [f"topk(ratio=0.01, chunk={size}) | qsgd(levels=127, norm=max)" for size in (1024, 1025)]
     axes = Figure().subplots()
-    bars("ms", {name: [1.0] for name in names}).draw(axes)
+    bars(axes, "ms", {name: [1.0] for name in names})
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"{name}  1.00" for name in names]
 
 

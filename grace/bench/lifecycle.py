@@ -24,8 +24,8 @@ class BenchmarkRun(Ending):
     the rows that the folder has. ``ending`` goes to :class:`Ending`.
     """
 
-    def __init__(self, name: str, kind: str, settings: Settings, out: Path | None, resume: bool = False, **ending: str):
-        super().__init__(name, **ending)
+    def __init__(self, kind: str, settings: Settings, out: Path | None, resume: bool = False, **ending: str):
+        super().__init__(f"grace bench {kind}", **ending)
         self.console = Console(highlight=False, quiet=out is None)
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.out = out

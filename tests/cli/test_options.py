@@ -9,13 +9,12 @@ from grace.bench.common.user_functions import load_function
 from grace.cli.terminal import check_outputs, check_writable
 from tests.support.command import grace_command
 
-WRITING = ["bench step", "bench train", "bench kernels", "bench all", "demo", "report", "trace", "strategy build"]
-
-
+BENCHES = ["step", "train", "kernels", "plan", "pipeline", "all"]
+WRITING = [*(f"bench {name}" for name in BENCHES), "demo", "report", "trace", "strategy build"]
 HELPS = {
     "": ["│ list ", "│ describe ", "│ demo ", "│ bench "],
     "demo": ["--ranks", "--out"],
-    "bench": [f"│ {command} " for command in ("all", "kernels", "step", "train", "compare", "link")],
+    "bench": [f"│ {command} " for command in (*BENCHES, "compare", "link")],
     "bench train": ["--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"],
     "plan": [
         *("grace plan --model train:net -n 8 --bandwidth 1gbit --latency 50us -o s.yaml", "--calibration"),

@@ -18,7 +18,6 @@ from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
 from grace.errors import ConfigError, missing_extra
 
-NAME = "grace bench kernels"
 METHODS = (
     "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1)", "topk", "randomk", "signsgd", "efsignsgd",
     "powersgd(rank=4)",
@@ -139,7 +138,7 @@ def command(
 
 def run(settings: Settings, out: Path) -> BenchmarkRun:
     """Measure, show and save; return the run, which knows how it ended."""
-    running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
+    running = BenchmarkRun("kernels", settings, out, interrupted="interrupted")
     shape, threads = " x ".join(map(str, settings["shape"])), settings["threads"]
     words = f"{threads} thread{'s' if threads > 1 else ''}"
     running.console.print(f"{settings['elements']:,} float32 elements ({shape}), {settings['device']}, {words}")

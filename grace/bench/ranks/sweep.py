@@ -37,7 +37,7 @@ def run_sweep(
     neither ranks nor bandwidth, and emits one event with all of a scenario's results. With ``resume`` scenarios in the
     folder are left out, whatever else they were measured with.
     """
-    running = BenchmarkRun(f"grace bench {kind}", kind, dataclasses.asdict(settings), out, resume)
+    running = BenchmarkRun(kind, dataclasses.asdict(settings), out, resume)
     rows, known = running.results.rows, list(running.results.rows)
     program = ["-m", f"grace.bench.{kind}.{kind}_rank"]
 

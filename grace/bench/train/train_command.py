@@ -29,7 +29,6 @@ from grace.bench.workloads.tasks import facts, task_class
 from grace.core.registry import make
 from grace.errors import ConfigError, missing_extra
 
-NAME = "grace bench train"
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
 MEANS = (
     "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
@@ -187,7 +186,7 @@ def command(
 
 def run(settings: TrainSettings, out: Path) -> BenchmarkRun:
     """Train, show and save; return the benchmark with its results and its exit code."""
-    running = BenchmarkRun(NAME, "train", settings.about(), out)
+    running = BenchmarkRun("train", settings.about(), out)
     return running.measure(lambda: _train_and_show(settings, running))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations
 from statistics import fmean, median
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -36,24 +36,6 @@ class PlanRow(TypedDict, total=False):
     allowed: bool
     single: bool
     chosen: bool
-
-
-class Goal(NamedTuple):
-    """Goal of a figure: its words, and the least share of the order, or most of all else."""
-
-    words: str
-    limit: float
-
-
-GOALS = {
-    "order": Goal("pairs in the right order", 0.95),
-    "regret": Goal("regret after trials, at most", 0.05),
-    "to_plain": Goal("step to plain sums', at most", 1.03),
-    "to_single": Goal("step to the best single method's, at most", 1.05),
-    "settled": Goal("steps until it is settled, at most", 60),
-    "uncompressed": Goal("steps of them before trials, at most", 15),
-    "planning": Goal("seconds of planning, at most", 2.0),
-}
 
 
 def order(plans: Sequence[PlanRow]) -> tuple[int, int]:
@@ -110,18 +92,6 @@ def judge(plans: Sequence[PlanRow]) -> Row:
     }
 
 
-def worst(scenarios: Sequence[Row]) -> dict[str, float]:
-    """Return the worst of all scenarios by the names of goals; for the order the share of all their pairs."""
-    found = {goal: max(row[goal] for row in scenarios) for goal in GOALS if goal != "order"}
-    right, pairs = (sum(row[key] for row in scenarios) for key in ("right", "pairs"))
-    return {"order": right / pairs if pairs else 1.0, **found}
-
-
-def missed(goal: str, value: float) -> bool:
-    """Return True if a value misses a goal of :data:`GOALS`."""
-    return value < GOALS[goal].limit if goal == "order" else value > GOALS[goal].limit
-
-
 def verdict(scenario: Row) -> str:
     """Return the verdict on a scenario, in two sentences."""
     return (
@@ -131,7 +101,7 @@ def verdict(scenario: Row) -> str:
 
 
 def show(console: Console, results: Results) -> None:
-    """Show the plans of each scenario, then all scenarios, and the worst of each figure beside its goal."""
+    """Show the plans of each scenario, then all scenarios, and their regret."""
     columns: Columns[Row] = {
         "order": lambda row: f"{row['right']}/{row['pairs']}",
         "regret": lambda row: f"{row['regret']:.1%}",
@@ -141,15 +111,9 @@ def show(console: Console, results: Results) -> None:
         "planned\nin": lambda row: f"{row['planning']:.2g} s",
     }
     show_scenarios(console, results, _plans_table, verdict, columns)
-    if not results.rows:
-        return
-    goals: Columns[tuple[str, float]] = {
-        "of all scenarios": lambda one: GOALS[one[0]].words,
-        "found": lambda one: f"{one[1]:.4g}" + (" (missed)" if missed(*one) else ""),
-        "goal": lambda one: f"{'>=' if one[0] == 'order' else '<='} {GOALS[one[0]].limit:.4g}",
-    }
-    console.print("", table(worst(results.rows).items(), goals), sep="\n")
-    console.print(f"\nMedian regret: {median(row['regret'] for row in results.rows):.1%}.")
+    regrets = [row["regret"] for row in results.rows]
+    if len(regrets) > 1:
+        console.print(f"\nRegret: median {median(regrets):.1%}, worst {max(regrets):.1%}.")
 
 
 def _plans_table(scenario: Row) -> Table:

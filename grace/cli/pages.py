@@ -10,7 +10,6 @@ from rich.console import Console
 from grace.bench.common.text import digits, of_bytes, short
 from grace.bench.report.figures import Figure, Look, Panel, bars, height_of_bars, lines, looks_of
 from grace.bench.report.page import recorded, section, write_page
-from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
 from grace.pipeline.planning import pipeline_plan
 from grace.pipeline.planning.simulation import simulate
@@ -18,6 +17,7 @@ from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
 from grace.planner.problem import short as short_method
+from grace.planner.scaling import Line, over_ranks, over_rates
 from grace.planner.step_simulation import Prediction
 
 CHOSEN = "this plan"

@@ -44,14 +44,23 @@ def test_what_is_written_goes_to_out_or_o(command):
     assert " -o " in line
 
 
-def test_bench_says_what_a_model_alone_lacks(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("torch.nn.Linear(2, 2)", r"returns a model alone, .* grace bench needs its loss too"),
+        ("7", r"must return \(model, loss\) or \(model, loss, samples\)"),
+        ("(torch.nn.Linear(2, 2), 3)", "must return a loss that takes the model, not int"),
+    ],
+)
+def test_bench_says_what_a_model_lacks(tmp_path, monkeypatch, made, message):
     pytest.importorskip("torch")
     from grace.bench.workloads.models import workload
 
-    (tmp_path / "alone.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(2, 2)\n")
+    name = f"mine_{len(made)}"  # folders stay on the import path
+    (tmp_path / f"{name}.py").write_text(f"import torch\n\ndef net():\n    return {made}\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(grace.ConfigError, match=r"returns a model alone, .* grace bench needs its loss too"):
-        workload("alone:net", rank=0)
+    with pytest.raises(grace.ConfigError, match=message):
+        workload(f"{name}:net", rank=0)
 
 
 def test_a_check_of_what_will_be_written_removes_nothing(tmp_path):

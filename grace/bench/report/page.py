@@ -76,7 +76,7 @@ def report_sections(results: Sequence[Results]) -> list[str]:
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
     """Return the look of every method and baseline of these results."""
-    rows = [row for each in results for row in each.rows if "method" in row]  # others are scenarios
+    rows = [row for each in results for row in each.rows if {"method", "name"} & row.keys()]
     return looks_of(map(identity, rows), [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")])
 
 

@@ -65,7 +65,7 @@ class Rows(PlanSettings):
     """When no scenario begins any more, on the monotonic clock."""
 
     @property
-    def scenarios(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+    def scenarios(self) -> Iterator[dict[str, Any]]:
         """Scenarios until the time is over."""
         for scenario in sorted(super().scenarios, key=cost):
             if time.monotonic() < self.ends:

@@ -12,7 +12,7 @@ from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
 from grace.bench.ranks.launchers import check_links
 from grace.bench.ranks.scenario import Scenario
-from grace.bench.ranks.sweep import Resume, run_sweep
+from grace.bench.ranks.sweep import Resume, SweepSettings, run_sweep
 from grace.bench.report.pipeline_table import verdict
 from grace.errors import ConfigError
 from grace.pipeline.planning.schedules import SCHEDULES
@@ -33,7 +33,7 @@ def stage_count(text: str) -> int | None:
 
 
 @dataclasses.dataclass
-class PipelineSettings:
+class PipelineSettings(SweepSettings):
     """Settings of the benchmark. ``seconds`` is about how long each cut's steps are measured.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
 from grace.bench.ranks.launchers import check_links
 from grace.bench.ranks.scenario import Scenario
-from grace.bench.ranks.sweep import Resume, run_sweep
+from grace.bench.ranks.sweep import Resume, SweepSettings, run_sweep
 from grace.bench.report.plan_table import verdict
 from grace.bench.step.step_settings import MODELS as KNOWN
 
@@ -26,7 +27,7 @@ QUICK = {"rounds": 2, "own": 1, "seconds": 0.3}
 
 
 @dataclasses.dataclass
-class PlanSettings:
+class PlanSettings(SweepSettings):
     """Settings of the benchmark. ``own`` is the number of the planner's other candidates that are measured, the best
     ones; ``seconds`` is about how long each plan's steps are measured.
 
@@ -68,7 +69,7 @@ class PlanSettings:
         check_at_least_1(self, "rounds")
 
     @property
-    def scenarios(self) -> list[Scenario]:
+    def scenarios(self) -> Iterable[Scenario]:
         """Model, number of ranks and bandwidth of each scenario; those of one cluster stand together."""
         each = itertools.product(self.ranks, self.bandwidths, self.models)
         return [{"model": model, "ranks": ranks, "bandwidth": rate} for ranks, rate, model in each]

@@ -1,11 +1,12 @@
 """Benchmarks of several scenarios, each of which is a row of the results."""
 
+import abc
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated
 
 import typer
 
@@ -18,14 +19,14 @@ from grace.bench.report import scenarios
 Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios that the folder has already.")]
 
 
-class SweepSettings(Protocol):
-    """Settings of a sweep: a dataclass with the scenarios that it measures."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+@dataclasses.dataclass
+class SweepSettings(abc.ABC):
+    """Settings of a sweep."""
 
     @property
+    @abc.abstractmethod
     def scenarios(self) -> Iterable[Scenario]:
-        """Model, ranks, bandwidth and further facts of each scenario."""
+        """Model, ranks, bandwidth and what else tells one from another of each scenario that is measured."""
 
 
 def run_sweep(

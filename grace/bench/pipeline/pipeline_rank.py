@@ -11,7 +11,6 @@ from typing import TypedDict
 
 import torch
 
-import grace
 from grace.bench.pipeline.pipeline_command import PipelineSettings
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
 from grace.bench.report.pipeline_table import CHOSEN, Cut, judge
@@ -159,7 +158,7 @@ def _engine(
 
 def main(folder: str, model: str, compressor: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, PipelineSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
+    with join_run(folder, PipelineSettings) as (settings, backend, emit):
         torch.manual_seed(0)
         measure(settings, model, compressor, backend, emit)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import grace
 from grace.bench.plan.plan_command import PlanSettings
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
 from grace.bench.ranks.scenario import Scenario
@@ -187,7 +186,7 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backen
 
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, PlanSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
+    with join_run(folder, PlanSettings) as (settings, backend, emit):
         measure(settings, model, backend, emit)
 
 

@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import nn
 
-import grace
 from grace.bench.common.options import methods as listed
 from grace.bench.common.results import machine, versions
 from grace.bench.common.text import UNKNOWN
@@ -208,11 +207,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:  # this is a rank
-        with join_run(arguments.folder, dict[str, Any], lambda settings: grace.init("torch")) as (
-            settings,
-            backend,
-            emit,
-        ):
+        with join_run(arguments.folder, dict[str, Any]) as (settings, backend, emit):
             emit({"scenario": {"rows": measure(settings, backend)}})
         return
     for name in ("steps", "variables", "elements"):

@@ -21,8 +21,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from grace.bench.common.events import Event
-from grace.bench.common.results import Results
 from grace.bench.train import train_command
 from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.torch_tasks import InTorch, Recommender
@@ -197,15 +195,11 @@ def train(task: str, optimizer: str, seeds: list[int], epochs: int | None, link:
     where = f"benchmarks.planner_learning:{prefix}{task}"
     settings = TrainSettings(where, ["none", "auto"], optimizers=[spec], seeds=seeds, bandwidths=[link])
     settings.epochs = epochs
-    results = Results("train", settings.about())
-
-    def say(rate: float | None, event: Event) -> None:
-        if run := event.get("run"):
-            print(f"{task}, {optimizer}, {run['method']}, seed {run['seed']}: {run['quality']:.4g}", file=sys.stderr)
-
-    train_command.train(settings, results, say)
-    none, auto = results.rows
-    return {"higher": lag(none["runs"], auto["runs"]), "rows": results.rows}
+    running = train_command.run(settings, None)
+    if running.code:
+        sys.exit(f"{running.name}: {running.message}")
+    none, auto = running.results.rows
+    return {"higher": lag(none["runs"], auto["runs"]), "rows": running.results.rows}
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 IN_BENCH = [
     ["common"],
     ["link", "workloads", "report", "compare"],
-    ["ranks", "lifecycle"],
+    ["lifecycle"],
+    ["ranks"],
     ["step", "train", "kernels"],
     ["plan", "pipeline"],
     ["all"],

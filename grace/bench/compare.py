@@ -81,12 +81,16 @@ MEASURES = {
         Measure(("decode_ms",), "decode", 0.1, time=True),
         Measure(("vnmse",), "vNMSE", 0.05),
     ),
+    "plan": (STEP, Measure(("to_plain",), "to plain", 0.1), Measure(("settled",), "settled", 0.1)),
+    "pipeline": (STEP,),
 }
 """Measures of each kind of results; a row's verdict depends on the first one."""
 IDENTITY = {
     "step": ("engine", "ranks", "bandwidth", "name"),
     "train": ("ranks", "bandwidth", "optimizer", "method"),
     "kernels": ("tensor", "method"),
+    "plan": ("ranks", "bandwidth", "model"),
+    "pipeline": ("ranks", "bandwidth", "compressor", "model"),
 }
 """Keys that identify the rows of each kind; the last one is the row's name."""
 
@@ -204,13 +208,13 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare two results of kernels, step or train, row by row.
+    """Compare two results of the same benchmark, row by row.
 
-    Rows are matched by method and by where it was measured (tensor; or
-    bandwidth, ranks, engine). Ratios are b / a. A change counts where the
-    quartiles of the two do not overlap, or for quality the spreads over
-    seeds; where there are neither, where it exceeds a tenth (times), a
-    twentieth (vNMSE) or a hundredth (bytes).
+    Rows are matched by method, or by model in results of plan and pipeline,
+    and by where it was measured (tensor; or bandwidth, ranks, engine). Ratios
+    are b / a. A change counts where the quartiles of the two do not overlap,
+    or for quality the spreads over seeds; where there are neither, where it
+    exceeds a tenth (times), a twentieth (vNMSE) or a hundredth (bytes).
     """
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise ConfigError(f"--fail-if-slower is a number of percent, 0 or more, not {fail_if_slower:g}")

@@ -1,4 +1,4 @@
-"""Common life cycle of the commands of ``grace bench``: measure, save finished rows, and report the end."""
+"""Common life cycle of the commands of ``grace bench``: measure, save finished rows, show them, and report the end."""
 
 import errno
 import importlib.util
@@ -12,25 +12,41 @@ from pathlib import Path
 from rich.console import Console
 
 from grace.bench.common.ending import Ending
-from grace.bench.common.results import Results, Settings
+from grace.bench.common.results import Results, Row, Settings, load, naming_damage
+from grace.bench.report.tables import SHOW
 from grace.errors import ConfigError, missing_extra
 
 
 class BenchmarkRun(Ending):
-    """Benchmark that is under way, and writes to a folder if there is one; ``ending`` goes to :class:`Ending`."""
+    """Benchmark that is under way.
 
-    def __init__(self, name: str, kind: str, settings: Settings, out: Path | None, **ending: str):
-        super().__init__(name, **ending)
-        if out is not None:
-            need_report()
+    It writes to a folder, and shows on its console; without a folder it does neither. With ``resume`` it begins with
+    the rows that the folder has. ``ending`` goes to :class:`Ending`.
+    """
+
+    def __init__(self, kind: str, settings: Settings, out: Path | None, resume: bool = False, **ending: str):
+        super().__init__(f"grace bench {kind}", **ending)
+        self.console = Console(highlight=False, quiet=out is None)
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.out = out
         self.began = time.monotonic()
         self.earlier = out is not None and (out / "results.json").exists()
         """True if the folder has results of an earlier run, which stay until this one has a row."""
-        if out is not None and self.earlier and not os.access(out, os.W_OK | os.X_OK):
-            raise ConfigError(f"cannot write to {out}: {os.strerror(errno.EACCES)}")
+        if out is not None:
+            need_report()
+            if self.earlier and not os.access(out, os.W_OK | os.X_OK):
+                raise ConfigError(f"cannot write to {out}: {os.strerror(errno.EACCES)}")
+            if self.earlier and resume:
+                self.results.rows = self._earlier_rows(out)
         self.save()  # a folder that cannot be written to fails before the measurements
+
+    def _earlier_rows(self, out: Path) -> list[Row]:
+        with naming_damage(out / "results.json"):
+            earlier = load(out)
+            if earlier.kind != self.results.kind:
+                raise ConfigError(f"--resume: {out} has results of {earlier.kind}, not of {self.results.kind}")
+            SHOW[earlier.kind](Console(quiet=True), earlier)  # damaged rows would fail after the measurements
+        return earlier.rows
 
     def save(self) -> None:
         """Write the results so far."""
@@ -38,8 +54,8 @@ class BenchmarkRun(Ending):
         if self.out is not None and (self.results.rows or not self.earlier):
             self.results.save(self.out)
 
-    def measure(self, function: Callable[[], None]) -> None:
-        """Call the function that fills in the results, note how it ends, and write the results."""
+    def measure(self, function: Callable[[], None]) -> "BenchmarkRun":
+        """Call the function that fills in the results, note how it ends, write the results, and show them."""
         try:
             with self.record_failure():
                 function()
@@ -48,14 +64,15 @@ class BenchmarkRun(Ending):
                 self.message += f"; what is finished is in {self.out}"
         finally:
             self.save()  # also after an error of ours: hours of rows are there
+        SHOW[self.results.kind](self.console, self.results)
+        return self
 
-    def report_and_exit(self, console: Console) -> None:
+    def report_and_exit(self) -> None:
         """Write the report, and print the names of written files; or exit with the failure."""
         report = self.out is not None and write_report_of(self.out, [self.results])
         self.exit_if_failed()
-        if self.out is not None:
-            files = f"results.json, results.csv{' and report.html' if report else ''}"
-            console.print(f"\nWrote {files} to {self.out} after {self.results.seconds:.0f} s.", soft_wrap=True)
+        files = f"results.json, results.csv{' and report.html' if report else ''}"
+        self.console.print(f"\nWrote {files} to {self.out} after {self.results.seconds:.0f} s.", soft_wrap=True)
 
 
 def write_report_of(folder: Path, results: Sequence[Results]) -> Path | None:

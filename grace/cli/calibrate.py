@@ -69,7 +69,7 @@ class CalibrateOptions:
     quick: bool = option(
         False, "Measure each method for a shorter time, and with its default communicator only.", "--quick"
     )
-    seed: int = option(0, "Seed of the gradients, and of methods that draw random numbers.", least=0)
+    seed: int = option(0, "Seed of the gradients, and of methods that draw random numbers.", min=0)
     show: Path | None = option(None, "Show a file that was written earlier, and measure nothing.", metavar="FILE")
 
 

@@ -1,15 +1,15 @@
 """Plans of exchanges and of pipelines as HTML files: what the commands print, and figures."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from rich.console import Console
 
 from grace.bench.common.text import digits, of_bytes, short
-from grace.bench.report.figures import Figure, Look, Panel, bars, lines, looks_of
+from grace.bench.report.figures import Figure, Look, Panel, bars, height_of_bars, lines, looks_of
 from grace.bench.report.page import recorded, section, write_page
-from grace.bench.report.scaling import Line, over_ranks, over_rates
 from grace.core.quantities import byte_unit
 from grace.pipeline.planning import pipeline_plan
 from grace.pipeline.planning.simulation import simulate
@@ -17,6 +17,7 @@ from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
 from grace.planner.problem import short as short_method
+from grace.planner.scaling import Line, over_ranks, over_rates
 from grace.planner.step_simulation import Prediction
 
 CHOSEN = "this plan"
@@ -46,9 +47,10 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
             "Forward, backward, and the optimizer in grey; encoding interrupts backward as gradients become ready, "
             "decoding follows when what travelled has come. Where the upper lane is empty, the step waits.",
             {
-                f"{short(name, 44)}: {digits(1e3 * step.step)} ms": _gantt(step)
+                f"{short(name, 44)}: {digits(1e3 * step.step)} ms": partial(_draw_gantt, step)
                 for name, step in {"plain all-reduce": problem.predict(plan.plain.strategy), **steps}.items()
             },
+            2.0,
         ),
         Figure(
             "Step time against ranks and against bandwidth",
@@ -66,29 +68,27 @@ def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console
             "Memory",
             "Bytes that exchanges keep on the rank that keeps most: residuals, buffers that travel, and what comes "
             "from other ranks.",
-            {"": bars("MB on a rank", {name: [step.memory / 1e6] for name, step in memory.items()})},
+            {"": partial(bars, x="MB on a rank", rows={name: [step.memory / 1e6] for name, step in memory.items()})},
+            height_of_bars(memory),
         ),
     ]
     title = f"{'A plan' if plan.compresses else 'No compression'} for {ranks} ranks"
     return write_page(path, "Grace plan", [section(title, {}, recorded(show), drawn)])
 
 
-def _gantt(step: Prediction) -> Panel:
-    """Return the panel of computation and communication over the time of a step."""
-
-    def draw(axes: Axes) -> None:
-        for kind, _, begin, end in step.events:
-            lane = LANES.get(kind, LANES["compute"])
-            label = {"compute": "the model computes", "wire": "on the wire"}.get(kind, "encode and decode")
-            axes.barh(lane, 1e3 * (end - begin), left=1e3 * begin, color=COLORS.get(kind, "C1"), label=label)
-        axes.set_yticks(list(LANES.values()), ["wire", "computing"])
-
-    return Panel(draw, "ms of a step", height=2.0)
+def _draw_gantt(step: Prediction, axes: Axes) -> None:
+    """Draw computation and communication over the time of a step."""
+    for kind, _, begin, end in step.events:
+        lane = LANES.get(kind, LANES["compute"])
+        label = {"compute": "the model computes", "wire": "on the wire"}.get(kind, "encode and decode")
+        axes.barh(lane, 1e3 * (end - begin), left=1e3 * begin, color=COLORS.get(kind, "C1"), label=label)
+    axes.set_yticks(list(LANES.values()), ["wire", "computing"])
+    axes.set_xlabel("ms of a step")
 
 
 def _scaling(predictions: Mapping[str, Line], x: str, now: float | None) -> Panel:
     series = {name: [(at, 1e3 * step.step) for at, step in line] for name, line in predictions.items()}
-    return lines(x, "ms of a step", series, looks_of(series), "xy", along={":": now})
+    return partial(lines, x=x, y="ms of a step", series=series, looks=looks_of(series), log="xy", along={":": now})
 
 
 def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console], None]) -> Path:
@@ -99,7 +99,7 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
             "One step",
             "What each stage of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
             f"{100 * plan.bubble:.1f} % of the schedule, or waits for what crosses.",
-            {plan.schedule: _schedule(plan)},
+            {plan.schedule: partial(_draw_schedule, plan)},
         )
     ]
     if plan.memory:
@@ -112,28 +112,26 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
         caption += "" if plan.limit is None else f" A device has {of_bytes(plan.limit)}."
         caption += " The dashed line is there." if near else ""
         ranks = {f"rank {rank}": [nbytes / size] for rank, nbytes in enumerate(plan.memory)}
-        panel = bars(unit, ranks, along={"--": plan.limit / size if near and plan.limit is not None else None})
-        drawn.append(Figure("Memory by rank", caption, {"": panel}))
+        limit = plan.limit / size if near and plan.limit is not None else None
+        panel = partial(bars, x=unit, rows=ranks, along={"--": limit})
+        drawn.append(Figure("Memory by rank", caption, {"": panel}, height_of_bars(ranks)))
     return write_page(path, "Grace pipeline plan", [section(title, {}, recorded(show), drawn)])
 
 
-def _schedule(plan: pipeline_plan.Plan) -> Panel:
-    """Return the panel of actions over the time of a step; replicas of stages have one row."""
-
-    def draw(axes: Axes) -> None:
-        played = simulate(plan.schedule, plan.stages, plan.microbatches)
-        groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
-        looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
-        for event in played.events:
-            width = 1e3 * (event.end - event.start)
-            axes.barh(event.stage, width, left=1e3 * event.start, edgecolor="white", **looks[event.kind])
-            if len(played.events) <= MOST_NUMBERS:
-                axes.text(1e3 * event.start, event.stage, f" {event.microbatch}", va="center", clip_on=True)
-        for row, ranks in enumerate(groups):
-            exchange = sum(stage.exchange for stage in plan.stages if stage.ranks == ranks)
-            axes.barh(row, 1e3 * exchange, left=1e3 * played.done[row], color="C2", label="the gradients' exchange")
-        names = [f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" for ranks in groups]
-        axes.set_yticks(range(len(groups)), [short(name) for name in names])
-        axes.invert_yaxis()
-
-    return Panel(draw, "ms")
+def _draw_schedule(plan: pipeline_plan.Plan, axes: Axes) -> None:
+    """Draw actions over the time of a step; replicas of stages have one row."""
+    played = simulate(plan.schedule, plan.stages, plan.microbatches)
+    groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
+    for event in played.events:
+        width = 1e3 * (event.end - event.start)
+        axes.barh(event.stage, width, left=1e3 * event.start, edgecolor="white", **looks[event.kind])
+        if len(played.events) <= MOST_NUMBERS:
+            axes.text(1e3 * event.start, event.stage, f" {event.microbatch}", va="center", clip_on=True)
+    for row, ranks in enumerate(groups):
+        exchange = sum(stage.exchange for stage in plan.stages if stage.ranks == ranks)
+        axes.barh(row, 1e3 * exchange, left=1e3 * played.done[row], color="C2", label="the gradients' exchange")
+    names = [f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" for ranks in groups]
+    axes.set_yticks(range(len(groups)), [short(name) for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")

@@ -91,7 +91,7 @@ class PlanOptions:
         None,
         "Rows (samples) of a step, of all ranks together.",
         show_default="the profile's or example's rows for each rank",
-        least=1,
+        min=1,
     )
     bandwidth: float = option(
         10e9, "Bandwidth between nodes, as 10gbit; with one node, between its ranks.", parse=parse_rate, text="10gbit"
@@ -100,9 +100,9 @@ class PlanOptions:
         None, "Bandwidth within a node, as 100gbit.", parse=parse_rate, show_default="--bandwidth"
     )
     latency: float = option(20e-6, "Time that one message takes over a link, as 50us.", parse=_latency, text="20us")
-    nodes: int = option(1, "Number of nodes that the ranks are on.", least=1)
+    nodes: int = option(1, "Number of nodes that the ranks are on.", min=1)
     memory: float | None = option(None, "Memory of a device, as 16GB.", parse=parse_bytes, show_default="no limit")
-    memory_margin: float = option(0.1, "Part of --memory that stays free: 0.1 is a tenth.", least=0, most=1)
+    memory_margin: float = option(0.1, "Part of --memory that stays free: 0.1 is a tenth.", min=0, max=1)
     compressor: str | None = option(None, "Compressor of all gradients, as 'topk(ratio=0.01)'.")
     strategy: str | None = option(
         None, "How gradients are exchanged, instead of --compressor: a strategy's file, auto, or another builder."
@@ -136,8 +136,8 @@ class PlanOptions:
     optimizer_state: float = option(
         1.0,
         "Bytes that the optimizer keeps for each byte of parameters: SGD 0, SGD with momentum 1, Adam 2.",
-        least=0,
-        most=100,
+        min=0,
+        max=100,
     )
     fewer: bool = option(False, "Also try plans that use fewer devices, down to half of them.", "--fewer")
 

@@ -66,8 +66,8 @@ class PlanRequest:
         "Number of ranks, on one machine. For several machines use --resources.",
         "--ranks",
         "-n",
-        least=1,
-        most=MOST_RANKS,
+        min=1,
+        max=MOST_RANKS,
     )
     resources: Path | None = option(
         None, "A file that describes the cluster: its nodes, and the bandwidth of each.", "--resources", "-r"
@@ -104,7 +104,7 @@ class PlanRequest:
         REFERENCE,
         "A method that is known to train well. On a matrix, no other method may have a larger error than it.",
     )
-    seed: int = option(0, "Seed of methods that draw random numbers.", least=0)
+    seed: int = option(0, "Seed of methods that draw random numbers.", min=0)
 
     def __post_init__(self) -> None:
         if self.codecs not in (None, *CODECS):

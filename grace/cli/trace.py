@@ -41,15 +41,15 @@ class TraceOptions:
     """Options of ``grace trace``: first those of what it writes, then those of a program that it runs."""
 
     out: Path = option(Path("trace.json"), "File to write the timeline to: .json, or .json.gz.", "--out", "-o")
-    top: int = option(10, "Number of variables, and of groups, in the tables.", least=1)
+    top: int = option(10, "Number of variables, and of groups, in the tables.", min=1)
     ranks: int | None = option(None, "Number of ranks that run the program.", "--ranks", "-n", show_default="1")
     engine: str | None = option(
         None, "Engine of the ranks: horovod, torch or mpi.", show_default="the first that is installed"
     )
     strategy: Path | None = option(None, "A strategy's file, as for grace launch.", show_default="none")
-    steps: int | None = option(None, "Number of steps to record.", show_default=str(recorder.DEFAULT_STEPS), least=1)
+    steps: int | None = option(None, "Number of steps to record.", show_default=str(recorder.DEFAULT_STEPS), min=1)
     skip: int | None = option(
-        None, "Number of steps before them that are not recorded.", show_default=str(recorder.DEFAULT_SKIP), least=0
+        None, "Number of steps before them that are not recorded.", show_default=str(recorder.DEFAULT_SKIP), min=0
     )
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from grace.bench.common.results import KINDS
 from grace.bench.compare import BETTER, SAME, UNKNOWN, WORSE
 from grace.bench.compare import compare_results as compare
 from grace.errors import ConfigError
-from tests.support.bench_results import kernels, results, step, train
+from tests.support.bench_results import KINDS, kernels, results, step, train
 from tests.support.command import grace_command
 
 

@@ -1,13 +1,17 @@
 """``grace bench plan``: what it says of given numbers, and a small run of it."""
 
-import os
-import sys
+import io
 
 import pytest
+from rich.console import Console
 
+from benchmarks.planner_rows import GOALS
 from grace.bench.common.options import bandwidths
-from grace.bench.plan.plan_command import LINKS, QUICK, SWEEP, PlanSettings
-from grace.bench.plan.plan_verdicts import GOALS, judge, markdown, order, totals
+from grace.bench.common.results import Results, load
+from grace.bench.plan import plan_command
+from grace.bench.plan.plan_command import LINKS
+from grace.bench.report.plan_table import judge, order, show
+from tests.support.command import grace_command
 
 
 def plan(name, predicted, measured, **said):
@@ -18,7 +22,7 @@ def plan(name, predicted, measured, **said):
 
 def scenario(*plans, **about):
     known = {"model": "m", "ranks": 2, "bandwidth": 1e9, "settled": 56, "uncompressed": 12, "planning": 0.5}
-    return {**known, "plans": list(plans), **about}
+    return {**known, "missing": {}, "plans": list(plans), **about, **judge(plans)}
 
 
 PLAIN = plan("none", 100.0, 110.0)
@@ -34,43 +38,39 @@ def test_pairs_that_hardly_differ_do_not_count():
 def test_regret_is_beside_the_best_that_could_be_taken():
     lossy = plan("lossy", 40.0, 40.0, allowed=False)
     mixed = plan("planned: b", 55.0, 48.0, single=False)
-    found = judge(scenario(PLAIN, lossy, plan("a", 50.0, 60.0, chosen=True), plan("b", 55.0, 50.0), mixed))
-    assert found.chosen == "a"
-    assert found.regret == pytest.approx(60 / 48 - 1)
-    assert found.to_plain == pytest.approx(60 / 110)
-    assert found.to_single == pytest.approx(60 / 50)
-    assert judge(scenario(PLAIN, plan("a", 99.0, 120.0))).chosen == "none"
+    found = judge([PLAIN, lossy, plan("a", 50.0, 60.0, chosen=True), plan("b", 55.0, 50.0), mixed])
+    assert (found["chosen"], found["step_ms"]) == ("a", 60.0)
+    assert found["regret"] == pytest.approx(60 / 48 - 1)
+    assert found["to_plain"] == pytest.approx(60 / 110)
+    assert found["to_single"] == pytest.approx(60 / 50)
+    assert judge([PLAIN, plan("a", 99.0, 120.0)])["chosen"] == "none"
 
 
 def test_noise_is_no_regret():
     """Of two plans that are equal, one is the faster one in each round."""
     chosen = plan("a", 50.0, 52.0, chosen=True, turns_ms=[50.0, 55.0, 50.0, 55.0])
     other = plan("b", 50.0, 50.0, turns_ms=[55.0, 50.0, 55.0, 50.0])
-    assert judge(scenario(PLAIN, chosen, other)).regret == 0.0
-    assert judge(scenario(PLAIN, chosen)).regret == 0.0
+    assert judge([PLAIN, chosen, other])["regret"] == 0.0
+    assert judge([PLAIN, chosen])["regret"] == 0.0
 
 
 def test_turns_of_one_round_are_compared():
     chosen = plan("a", 50.0, 70.0, chosen=True, turns_ms=[50.0, 100.0, 50.0, 100.0])
     best = plan("b", 50.0, 60.0, turns_ms=[40.0, 80.0, 40.0, 80.0])
-    assert judge(scenario(PLAIN, chosen, best)).regret == pytest.approx(0.25)
+    assert judge([PLAIN, chosen, best])["regret"] == pytest.approx(0.25)
 
 
-def test_totals_are_the_worst_and_tables_say_what_is_missed():
+def test_a_table_has_all_scenarios_and_their_regret():
     given = [
         scenario(PLAIN, plan("planned: a", 50.0, 60.0, chosen=True, single=False)),
         scenario(PLAIN, plan("b", 90.0, 100.0), bandwidth=None, settled=70),
     ]
-    worst, usual = totals(given)
-    assert worst.regret == pytest.approx(0.1)
-    assert usual == pytest.approx(0.05)
-    assert (worst.settled, worst.order) == (70, 1.0)
-    assert worst.holds("order")
-    assert [goal for goal in GOALS if not worst.holds(goal)] == ["regret", "to_single", "settled"]
-    text = markdown(given)
-    assert "| m | 1 Gbit/s | 2 | 2 | 1/1 | 0.0% | 0.55 | 0.55 | 56 | 0.5 s | planned: a |" in text
-    assert "| m | loopback | 2 | 2 |" in text
-    assert "| steps until it is settled, at most | 70 (missed) | <= 60 |" in text
+    console = Console(file=io.StringIO(), width=80)
+    show(console, Results("plan", {}, given))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "m, 2 ranks at 1gbit 1/1 0.0% 0.55 0.55 56 0.5 s" in lines
+    assert "m, 2 ranks on loopback 0/0 10.0% 1.00 1.10 70 0.5 s" in lines
+    assert "Regret: median 5.0%, worst 10.0%." in lines
 
 
 SMALL = """
@@ -86,14 +86,12 @@ def net():
 
 @pytest.mark.ranks
 def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "QUICK", {**plan_command.QUICK, "seconds": 0.02})
     (tmp_path / "small.py").write_text(SMALL)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    settings = PlanSettings(["small:net"], [None], [2], ["fp16", "topk(ratio=0.01)"], **{**QUICK, "seconds": 0.02})
-    file = tmp_path / "kept" / "plans.jsonl"
-    found = SWEEP.run(settings, file)
-    (kept,) = SWEEP.kept(file)
+    words = ["--models", "small:net", "--bandwidth", "none", "-n", "2", "--methods", "fp16,topk(ratio=0.01)"]
+    code, _, err = grace_command("bench", "plan", *words, "--quick", "--out", "new", folder=tmp_path)
+    assert code == 0, err
+    (kept,) = load(tmp_path / "new").rows
     plans = {plan["name"]: plan for plan in kept["plans"]}
     assert next(iter(plans)) == "none"
     assert {"fp16", "topk(ratio=0.01)"} < set(plans)
@@ -107,10 +105,6 @@ def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
     assert kept["uncompressed"] <= GOALS["uncompressed"].limit
     assert kept["planning"] > 0
     assert "largest part of a variable's bound" in kept["plan"]
-    assert found == [kept]
-    before = file.read_text()
-    assert SWEEP.run(settings, file, resume=True) == found
-    assert file.read_text() == before
 
 
 def test_links_are_the_loopback_and_three_slower_ones():

@@ -14,11 +14,11 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from grace.bench.common.results import KINDS
+from grace.bench.common.results import Results
 from grace.bench.report.figures import bars, figures, looks_of
 from grace.bench.report.page import methods_looks, report_sections, write_report
 from grace.errors import ConfigError
-from tests.support.bench_results import METHODS, kernels, pictures, results, step, train
+from tests.support.bench_results import KINDS, METHODS, kernels, pictures, results, step, train
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 
@@ -165,7 +165,9 @@ def test_which_figures_there_are_depends_on_what_was_measured():
 
 
 def test_a_method_has_one_look_in_all_figures():
-    looks = methods_looks([step(), train(), kernels()])
+    scenarios = Results("plan", {}, [{"model": "mlp", "ranks": 2, "bandwidth": None, "plans": []}])
+    looks = methods_looks([scenarios, step(), train(), kernels()])
+    assert looks == methods_looks([step(), train(), kernels()])
     assert len({tuple(look.items()) for name, look in looks.items() if name in METHODS}) == len(METHODS)
     assert all(looks[name]["color"] == "grey" for name in ("DDP", "DDP fp16 hook", "no communication"))
     assert looks_of(["qsgd", "none"])["none"]["color"] == "black"
@@ -173,7 +175,7 @@ def test_a_method_has_one_look_in_all_figures():
 
 def test_bars_are_as_long_as_what_was_measured_and_long_ones_are_cut():
     axes = Figure().subplots()
-    bars("ms", {"a": [10, 5], "b": [90, 0]}, {"compute": "grey", "codec": "C1"}, 20).draw(axes)
+    bars(axes, "ms", {"a": [10, 5], "b": [90, 0]}, {"compute": "grey", "codec": "C1"}, 20)
     assert [(patch.get_x(), patch.get_width()) for patch in axes.patches] == [(0, 10), (0, 90), (10, 5), (90, 0)]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a  15.0", "b  90.0"]
     assert axes.get_xlim() == (0, 20)
@@ -182,7 +184,7 @@ def test_bars_are_as_long_as_what_was_measured_and_long_ones_are_cut():
 def test_names_that_are_alike_when_short_stay_whole():
     names = [f"topk(ratio=0.01, chunk={size}) | qsgd(levels=127, norm=max)" for size in (1024, 1025)]
     axes = Figure().subplots()
-    bars("ms", {name: [1.0] for name in names}).draw(axes)
+    bars(axes, "ms", {name: [1.0] for name in names})
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"{name}  1.00" for name in names]
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from grace.bench.common import results as record
 from grace.bench.common.results import Results
-from grace.bench.lifecycle import BenchmarkRun
 from grace.errors import ConfigError
 
 WHOLE = """{"grace_bench": 1, "kind": "step", "settings": %s, "rows": %s, "command": "", "complete": true, "when": "",
@@ -72,7 +71,7 @@ def test_a_file_without_rows_is_whole(tmp_path):
 def test_an_unknown_kind_is_damage(results, tmp_path):
     path, _ = results.save(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "kind": "coffee"}))
-    with pytest.raises(ConfigError, match="kind of kernels, step, train"):
+    with pytest.raises(ConfigError, match="kind of kernels, step, train, plan, pipeline"):
         record.load(path)
 
 
@@ -80,16 +79,3 @@ def test_a_folder_that_cannot_be_written_is_named(results, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write to"):
         results.save(tmp_path / "file" / "below")
-
-
-def test_results_of_an_earlier_run_stay_until_the_next_has_a_row(results, tmp_path):
-    def stop():
-        raise KeyboardInterrupt
-
-    results.save(tmp_path)
-    running = BenchmarkRun("grace bench step", "step", {}, tmp_path)
-    running.measure(stop)
-    assert running.code == 130
-    assert record.load(tmp_path) == results
-    running.measure(lambda: running.results.rows.append({"name": "none"}))
-    assert record.load(tmp_path).rows == [{"name": "none"}]

@@ -9,13 +9,12 @@ from grace.bench.common.user_functions import load_function
 from grace.cli.terminal import check_outputs, check_writable
 from tests.support.command import grace_command
 
-WRITING = ["bench step", "bench train", "bench kernels", "bench all", "demo", "report", "trace", "strategy build"]
-
-
+BENCHES = ["step", "train", "kernels", "plan", "pipeline", "all"]
+WRITING = [*(f"bench {name}" for name in BENCHES), "demo", "report", "trace", "strategy build"]
 HELPS = {
     "": ["│ list ", "│ describe ", "│ demo ", "│ bench "],
     "demo": ["--ranks", "--out"],
-    "bench": [f"│ {command} " for command in ("all", "kernels", "step", "train", "compare", "link")],
+    "bench": [f"│ {command} " for command in (*BENCHES, "compare", "link")],
     "bench train": ["--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"],
     "plan": [
         *("grace plan --model train:net -n 8 --bandwidth 1gbit --latency 50us -o s.yaml", "--calibration"),
@@ -45,14 +44,23 @@ def test_what_is_written_goes_to_out_or_o(command):
     assert " -o " in line
 
 
-def test_bench_says_what_a_model_alone_lacks(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("torch.nn.Linear(2, 2)", r"returns a model alone, .* grace bench needs its loss too"),
+        ("7", r"must return \(model, loss\) or \(model, loss, samples\)"),
+        ("(torch.nn.Linear(2, 2), 3)", "must return a loss that takes the model, not int"),
+    ],
+)
+def test_bench_says_what_a_model_lacks(tmp_path, monkeypatch, made, message):
     pytest.importorskip("torch")
     from grace.bench.workloads.models import workload
 
-    (tmp_path / "alone.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(2, 2)\n")
+    name = f"mine_{len(made)}"  # folders stay on the import path
+    (tmp_path / f"{name}.py").write_text(f"import torch\n\ndef net():\n    return {made}\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(grace.ConfigError, match=r"returns a model alone, .* grace bench needs its loss too"):
-        workload("alone:net", rank=0)
+    with pytest.raises(grace.ConfigError, match=message):
+        workload(f"{name}:net", rank=0)
 
 
 def test_a_check_of_what_will_be_written_removes_nothing(tmp_path):

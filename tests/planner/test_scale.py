@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from grace.bench.report.scaling import RANKS, RATES, over_ranks, over_rates
 from grace.communicators.choice import break_even
 from grace.core.registry import make
 from grace.core.variable import Variable
@@ -16,6 +15,7 @@ from grace.planner.costs import Curve, DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.greedy import find_candidates
 from grace.planner.network import MeasuredNetwork
+from grace.planner.scaling import RANKS, RATES, over_ranks, over_rates
 from grace.planner.uniform_plans import uniform_strategy
 from grace.session.bucketing import Limits
 from grace.strategy.builder import OneNode

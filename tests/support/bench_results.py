@@ -8,6 +8,9 @@ from typing import Any
 from grace.bench.common.results import Results
 from grace.bench.common.text import scenario
 
+KINDS = ("kernels", "step", "train")
+"""Kinds of results whose rows are methods."""
+
 # method: (bits per element, codec ms, vNMSE, loss of accuracy, encode copies, decode copies, memory copies)
 METHODS = {
     "none": (32.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),

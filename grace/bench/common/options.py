@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -15,67 +15,61 @@ from grace.core.registry import aliases, known
 from grace.errors import ConfigError
 
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")]
-KeptIn = Annotated[Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")]
-OPTION = "option"
-"""Key of an :class:`Option` in a field's metadata."""
 MOST_SEEDS = 10_000
 Given = dict[str, Any]
 """Fields of settings that the user has set, for ``Settings(**given)``; their values are of the fields' types."""
+OPTION = "option"
+"""Key of an :class:`Option` in a field's metadata."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """Command-line option of a field of settings.
+class Option(NamedTuple):
+    """Command-line option of a field of settings; see :func:`option`."""
 
-    Attributes:
+    info: Any
+    parse: Callable[[Any], object] | None
+    text: str | None
+    repeated: bool
+
+
+def option(
+    default: object,
+    help: str,
+    *flags: str,
+    parse: Callable[[Any], object] | None = None,
+    text: str | None = None,
+    repeated: bool = False,
+    **more: Any,
+) -> Any:
+    """Return a settings field that is an option of the command line, too.
+
+    Args:
+        default: the field's default.
+        help: the option's help.
         flags: names of the option; the field's name if there are none.
         parse: function that makes the field's value of what the user writes; None where typer does.
         text: the default of a parsed option, as a user would write it; None for the field's own default.
-        show_default: the default that the help shows; False for none, True for the option's own. If it is text, the
-            field is set only if the user gives the option.
         repeated: True if the option may be repeated.
-        metavar: the name of the option's value in the help.
-        least, most: limits of a number.
+        more: arguments of ``typer.Option``. If ``show_default`` is text, the field is set only if the user gives the
+            option.
     """
-
-    help: str
-    flags: tuple[str, ...] = ()
-    parse: Callable[[Any], object] | None = None
-    text: str | None = None
-    show_default: str | bool = True
-    repeated: bool = False
-    metavar: str | None = None
-    least: float | None = None
-    most: float | None = None
-
-    def parameter(self, field: dataclasses.Field, kind: Any) -> inspect.Parameter:
-        """Return the parameter of which typer makes this option of a field of a type."""
-        info = typer.Option(
-            *self.flags,
-            help=self.help,
-            show_default=self.show_default,
-            metavar=self.metavar,
-            min=self.least,
-            max=self.most,
-        )
-        default = field.default
-        if self.repeated:
-            kind, default = list[str] | None, None
-        elif self.parse is not None:
-            kind, default = str | None, self.text
-        elif isinstance(self.show_default, str):  # it depends on other options
-            kind, default = kind | None, None
-        annotation = Annotated[kind, info]
-        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def option(default: object, help: str, *flags: str, **more: Any) -> Any:
-    """Return a settings field that is an option of the command line, too; ``more`` are arguments of :class:`Option`."""
-    metadata = {OPTION: Option(help, flags, **more)}
+    metadata = {OPTION: Option(typer.Option(*flags, help=help, **more), parse, text, repeated)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=functools.partial(copy.copy, default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _parameter(field: dataclasses.Field, kind: Any) -> inspect.Parameter:
+    """Return the parameter of which typer makes the option of a field of a type."""
+    one: Option = field.metadata[OPTION]
+    default = field.default
+    if one.repeated:
+        kind, default = list[str] | None, None
+    elif one.parse is not None:
+        kind, default = str | None, one.text
+    elif isinstance(one.info.show_default, str):  # it depends on other options
+        kind, default = kind | None, None
+    annotation = Annotated[kind, one.info]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -109,7 +103,7 @@ def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[...
                     given[name] = one.parse(value) if one.parse else value
             command(given, **arguments)
 
-        parameters = [options[name].parameter(field, kinds[name]) for name, field in fields.items()]
+        parameters = [_parameter(field, kinds[name]) for name, field in fields.items()]
         for parameter in list(inspect.signature(command).parameters.values())[1:]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # what must be given

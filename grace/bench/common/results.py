@@ -22,7 +22,7 @@ from grace.planner.links import cores
 
 FORMAT = 1
 """Format of the file; a later one is refused."""
-KINDS = ("kernels", "step", "train")
+KINDS = ("kernels", "step", "train", "plan", "pipeline")
 Row = dict[str, Any]
 """Measurement: plain data, whose keys are the benchmark's."""
 Settings = dict[str, Any]
@@ -46,7 +46,7 @@ class Results:
     """Results that a benchmark has measured so far.
 
     Attributes:
-        kind: "kernels", "step" or "train".
+        kind: one of ``KINDS``.
         settings: the benchmark's settings, and facts that all rows share; plain data.
         rows: one dict of plain data per measurement.
         command: the command line.

@@ -1,4 +1,4 @@
-"""Tables of rows: for a terminal, and in Markdown."""
+"""Tables of rows for a terminal."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -63,15 +63,3 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
     for row in rows:
         found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
     return found
-
-
-def markdown(rows: Iterable[Item], columns: Columns[Item]) -> str:
-    r"""Return a table in Markdown.
-
-    >>> print(markdown([9], {"plan": lambda ms: "topk | qsgd", "ms": str}))
-    | plan | ms |
-    | --- | --- |
-    | topk \| qsgd | 9 |
-    """
-    lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -48,11 +48,11 @@ def of_ranks(value: object) -> str:
     return f"{UNKNOWN if known is None else format(known, ',.10g')} {'rank' if value == 1 else 'ranks'}"
 
 
-def of_bytes(value: object, count: int = 3) -> str:
+def of_bytes(value: object) -> str:
     """Format bytes with a decimal unit.
 
-    >>> of_bytes(1_204_264), of_bytes(25), of_bytes(1e9, 1), of_bytes(None)
-    ('1.20 MB', '25 B', '1 GB', '–')
+    >>> of_bytes(1_204_264), of_bytes(25), of_bytes(1e9), of_bytes(None)
+    ('1.20 MB', '25 B', '1.00 GB', '–')
     """
     value = number(value)
     if value is None:
@@ -61,7 +61,7 @@ def of_bytes(value: object, count: int = 3) -> str:
     while value >= 999.5 and len(units) > 1:
         value /= 1000
         units.pop(0)
-    return f"{digits(value, count) if units[0] != 'B' else format(value, '.0f')} {units[0]}"
+    return f"{digits(value) if units[0] != 'B' else format(value, '.0f')} {units[0]}"
 
 
 def of_rate(value: object) -> str:

@@ -1,9 +1,8 @@
 """Errors of one rank's compression and of the aggregate, over repeated draws."""
 
-import contextlib
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,29 +30,37 @@ def communicator_of(method: str, memory: str | None = None) -> Communicator:
     return communicator
 
 
-def encoded(
-    method: str, gradients: list[torch.Tensor], seed: int = 0
-) -> tuple[Compressor, list[list[torch.Tensor]], list[Ctx]]:
-    """Compress one gradient per rank; return a compressor, each rank's payload, and each rank's ctx.
+class Encoded(NamedTuple):
+    """Gradients of several ranks, compressed: a compressor, each rank's payload and ctx, and the bytes that a rank has
+    sent, all rounds together."""
 
-    Ranks compress as in one step of a run with this seed, without a memory and from fresh state. For a method of
-    several rounds the payloads are means over ranks already, so there is only one.
+    compressor: Compressor
+    payloads: list[list[torch.Tensor]]
+    ctxs: list[Ctx]
+    sent_bytes: int
+
+
+def encoded(method: str, gradients: list[torch.Tensor], seed: int = 0) -> Encoded:
+    """Compress one gradient per rank, as in one step of a run with this seed, without a memory and from fresh state.
+
+    For a method of several rounds the payloads are means over ranks already, so there is only one.
     """
     ranks: list[Compressor] = [grace.make("compressor", method) for _ in gradients]
     for rank, compressor in enumerate(ranks):
         compressor.bind(Context(seed, STEP, rank, len(ranks)))
     if ranks[0].traits.rounds == 1:
         pairs = [compressor.compress(x, NAME) for compressor, x in zip(ranks, gradients, strict=True)]
-        return ranks[0], [payload for payload, _ in pairs], [ctx for _, ctx in pairs]
+        return Encoded(ranks[0], [payload for payload, _ in pairs], [ctx for _, ctx in pairs], _nbytes(pairs[0][0]))
     rounds = [compressor.exchange(x, NAME) for compressor, x in zip(ranks, gradients, strict=True)]
-    payloads = [next(each) for each in rounds]
+    payloads, sent = [next(each) for each in rounds], 0
     try:
         while True:
+            sent += _nbytes(payloads[0])
             mean = [total / len(ranks) for total in _summed(payloads)]
             payloads = [each.send(mean) for each in rounds]
     except StopIteration as end:  # of the first rank, whose result is that of all
         payload, ctx = end.value
-        return ranks[0], [payload], [ctx]
+        return Encoded(ranks[0], [payload], [ctx], sent)
 
 
 def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
@@ -64,7 +71,7 @@ def aggregate(method: str, gradients: list[torch.Tensor], seed: int = 0) -> torc
     >>> aggregate("topk(ratio=0.5)", [torch.tensor([4.0, 1.0]), torch.tensor([1.0, -2.0])])
     tensor([ 2., -1.])
     """
-    first, payloads, ctxs = encoded(method, gradients, seed)
+    first, payloads, ctxs, _ = encoded(method, gradients, seed)
     count = len(payloads)
     cls: Any = known("communicator")[first.traits.communicator]
     if cls.sums and count > 1:
@@ -98,7 +105,7 @@ def errors(method: str, gradients: list[torch.Tensor], draws: int) -> Row:
     of_one, of_all, first = [], [], None
     for draw in range(draws):
         found = aggregate(method, gradients, seed=draw)
-        compressor, (payload, *_), (ctx, *_) = encoded(method, gradients[:1], seed=draw)
+        compressor, (payload, *_), (ctx, *_), _ = encoded(method, gradients[:1], seed=draw)
         of_one.append(_square(compressor.decompress(payload, ctx).double() - own))
         of_all.append(_square(found.double() - target))
         step = found.double() - mean  # Welford's running mean and sum of squares
@@ -129,16 +136,11 @@ def sent_bytes(method: str, x: torch.Tensor) -> int:
     >>> sent_bytes("fp16", torch.zeros(1000)), sent_bytes("powersgd", torch.zeros(20, 30))
     (2000, 200)
     """
-    communicator = communicator_of(method)
-    if communicator.compressor.traits.rounds == 1:
-        return sum(tensor.nbytes for tensor in communicator.compressor.compress(x, NAME)[0])
-    rounds = communicator.compressor.exchange(x, NAME)
-    payload, total = next(rounds), 0
-    with contextlib.suppress(StopIteration):
-        while True:
-            total += sum(tensor.nbytes for tensor in payload)
-            payload = rounds.send(payload)  # of one rank, whose mean it is
-    return total
+    return encoded(method, [x]).sent_bytes
+
+
+def _nbytes(payload: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in payload)
 
 
 def _summed(payloads: list[list[torch.Tensor]]) -> list[torch.Tensor]:

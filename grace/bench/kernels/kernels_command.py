@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.options import option
@@ -17,10 +16,8 @@ from grace.bench.common.progress import ShowProgress, progress_bar
 from grace.bench.common.results import Row, Settings
 from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
-from grace.bench.report.kernel_tables import show
 from grace.errors import ConfigError, missing_extra
 
-NAME = "grace bench kernels"
 METHODS = (
     "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1)", "topk", "randomk", "signsgd", "efsignsgd",
     "powersgd(rank=4)",
@@ -136,22 +133,19 @@ def command(
 
     Results are saved after each method, Ctrl-C included.
     """
-    run(KernelsSettings(**given, quick=quick).about(), out).report_and_exit(Console(highlight=False))
+    run(KernelsSettings(**given, quick=quick).about(), out).report_and_exit()
 
 
 def run(settings: Settings, out: Path) -> BenchmarkRun:
     """Measure, show and save; return the run, which knows how it ended."""
-    running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
-    console = Console(highlight=False)
+    running = BenchmarkRun("kernels", settings, out, interrupted="interrupted")
     shape, threads = " x ".join(map(str, settings["shape"])), settings["threads"]
     words = f"{threads} thread{'s' if threads > 1 else ''}"
-    console.print(f"{settings['elements']:,} float32 elements ({shape}), {settings['device']}, {words}")
-    running.measure(lambda: _measure(running, console))
-    show(console, running.results)
-    return running
+    running.console.print(f"{settings['elements']:,} float32 elements ({shape}), {settings['device']}, {words}")
+    return running.measure(lambda: _measure(running))
 
 
-def _measure(running: BenchmarkRun, console: Console) -> None:
+def _measure(running: BenchmarkRun) -> None:
     """Fill in the rows, tensor by tensor, and save."""
     import torch
 
@@ -159,7 +153,7 @@ def _measure(running: BenchmarkRun, console: Console) -> None:
     torch.set_num_threads(settings["threads"])
     measure_tensor = _measure_on_gpu if settings["device"] == "cuda" else _measure_on_cpu
     for elements, kind in itertools.product(settings["sizes"], settings["tensors"]):
-        with progress_bar(console) as progress:
+        with progress_bar(running.console) as progress:
             measure_tensor(running, elements, kind, progress)
 
 

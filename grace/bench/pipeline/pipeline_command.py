@@ -2,18 +2,18 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
-from grace.bench.pipeline.cut_verdicts import cuts_table, markdown, verdict_words
 from grace.bench.ranks.launchers import check_links
 from grace.bench.ranks.scenario import Scenario
-from grace.bench.ranks.sweep import Sweep
+from grace.bench.ranks.sweep import Resume, SweepSettings, run_sweep
+from grace.bench.report.pipeline_table import verdict
 from grace.errors import ConfigError
 from grace.pipeline.planning.schedules import SCHEDULES
 
@@ -33,7 +33,7 @@ def stage_count(text: str) -> int | None:
 
 
 @dataclasses.dataclass
-class PipelineSettings:
+class PipelineSettings(SweepSettings):
     """Settings of the benchmark. ``seconds`` is about how long each cut's steps are measured.
 
     Raises:
@@ -89,14 +89,11 @@ class PipelineSettings:
         return [dict(zip(("model", "bandwidth", "compressor", "ranks"), one, strict=True)) for one in each]
 
 
-SWEEP = Sweep("grace bench pipeline", "grace.bench.pipeline.pipeline_rank", cuts_table, verdict_words, markdown)
-
-
 @options.with_options(PipelineSettings)
 def command(
     given: options.Given,
-    out: options.KeptIn = None,
-    resume: options.Resume = False,
+    out: options.Folder = Path("out/pipeline"),
+    resume: Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cuts, and less time for everything.")] = False,
 ) -> None:
     """Compare cuts of a model into pipeline stages: what is predicted, and what is measured.
@@ -106,7 +103,8 @@ def command(
     people cut by hand: stages with as many layers, with as many parameters, and
     with as long a time (GPipe's). With --stages any, one measures ways to share
     out the ranks instead: data parallelism alone, as many replicas of every
-    stage, and of 3 ranks two for one stage. The last table is Markdown.
+    stage, and of 3 ranks two for one stage. Results are saved after each
+    scenario, Ctrl-C included; with --resume a run goes on.
     """
     settings = PipelineSettings(**{**(QUICK if quick else {}), **given})
-    SWEEP.run(settings, out, resume, Console(highlight=False))
+    run_sweep("pipeline", settings, out, resume, verdict).report_and_exit()

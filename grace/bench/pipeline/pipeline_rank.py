@@ -6,18 +6,15 @@ Usage: python -m grace.bench.pipeline.pipeline_rank FOLDER MODEL COMPRESSOR, whe
 writes events.jsonl there.
 """
 
-import dataclasses
 import time
 from typing import TypedDict
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-import grace
-from grace.bench.pipeline.cut_verdicts import CHOSEN, Cut
 from grace.bench.pipeline.pipeline_command import PipelineSettings
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
-from grace.bench.workloads.pipelines import Cuttable, Inputs, cuttable
+from grace.bench.report.pipeline_table import CHOSEN, Cut, judge
+from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
 from grace.pipeline.planning.baselines import BY_HAND
@@ -43,13 +40,38 @@ class CutArguments(TypedDict, total=False):
     cuts: list[str]
 
 
-@dataclasses.dataclass
 class Run:
-    """Pipeline that is ready to train, with the seconds of its steps."""
+    """Pipeline that trains on a batch, with the seconds of its steps."""
 
-    name: str
-    engine: Pipeline
-    seconds: list[float] = dataclasses.field(default_factory=list)
+    def __init__(self, name: str, engine: Pipeline, batch: list[torch.Tensor]):
+        self.name, self.engine, self.batch = name, engine, batch
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """Make a step, and return its seconds."""
+        began = time.perf_counter()
+        self.engine.step(*self.batch)
+        return time.perf_counter() - began
+
+    def take_turn(self, settings: PipelineSettings, backend: Backend) -> None:
+        """Measure some steps, after two that do not count."""
+        self.step()
+        slowest = max(backend.allgather_object(self.step()))  # of all ranks, which must make as many steps
+        count = min(MOST, max(1, round(settings.seconds / settings.rounds / slowest)))
+        self.seconds += [self.step() for _ in range(count)]
+
+    def document(self) -> Cut:
+        """Return the cut with its predicted and measured step."""
+        plan = self.engine.plan
+        assert plan is not None
+        return {
+            "name": self.name,
+            "replicas": list(plan.replicas),
+            "ends": [stage.nodes[-1] for stage in plan.stages[:-1]],
+            "predicted_ms": 1e3 * plan.seconds,
+            "measured_ms": 1e3 * undisturbed(self.seconds),
+            "steps": len(self.seconds),
+        }
 
 
 def baseline_cuts(graph: Graph, settings: PipelineSettings) -> dict[str, CutArguments]:
@@ -76,23 +98,13 @@ def baseline_cuts(graph: Graph, settings: PipelineSettings) -> dict[str, CutArgu
     return found
 
 
-def repeat_rows(work: Cuttable, copies: int) -> Cuttable:
-    """Return the work with so many copies of each row of its batch."""
-    if copies == 1:
-        return work
-    inputs, target = tree_map_only(
-        torch.Tensor, lambda one: one.repeat(copies, *[1] * (one.ndim - 1)), (work.inputs, work.target)
-    )
-    return work._replace(inputs=inputs, target=target)
-
-
 def measure(settings: PipelineSettings, model: str, compressor: str, backend: Backend, emit: Emit) -> None:
     """Plan, and measure the plan in turns with other cuts; rank 0 calls ``emit`` with each event."""
     began = time.perf_counter()
     network = measure_network(backend, settings.seconds / 2)
     assert network is not None  # there are two ranks or more
     copies = settings.ranks if settings.stages is None else 1  # so that any number of replicas divides the rows
-    work = repeat_rows(cuttable(model), copies)
+    work = cuttable(model, copies)
     graph = build_graph(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
     free: CutArguments = {}
     if settings.stages is not None:
@@ -102,9 +114,8 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
     runs, missing = list[Run](), dict[str, str]()
     for name, arguments in wanted.items():
         try:
-            runs.append(
-                Run(name, _engine(repeat_rows(cuttable(model), copies), settings, compressor, network, arguments))
-            )
+            engine = _engine(cuttable(model, copies), settings, compressor, network, arguments)
+            runs.append(Run(name, engine, work.batch))
         except GraceError as error:  # on all ranks: the plan is rank 0's
             if name == CHOSEN:
                 raise
@@ -113,17 +124,17 @@ def measure(settings: PipelineSettings, model: str, compressor: str, backend: Ba
             planning = time.perf_counter() - planning
     emit({"blocks": settings.rounds * len(runs)})
     for run in runs:
-        run.engine.step(*_batch(work))
+        run.step()
     for number in range(settings.rounds):
         # backwards in every other round: what grows over a round, as heat, disturbs all cuts alike
         for run in runs if number % 2 == 0 else runs[::-1]:
-            _measure_turn(run, work, settings, backend)
+            run.take_turn(settings, backend)
             emit({"times_ms": [1e3 * s for s in run.seconds]})
-    cuts = [_document(run) for run in runs]
+    cuts = [run.document() for run in runs]
     seconds = time.perf_counter() - began
     about = {"planning_seconds": planning, "latency": network.links.latency}
     about["bytes_per_second"] = network.links.bandwidth
-    emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
+    emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds, **judge(cuts)}})
 
 
 def _engine(
@@ -145,42 +156,9 @@ def _engine(
     )
 
 
-def _batch(work: Cuttable) -> list[Inputs]:
-    inputs: list[Inputs] = list(work.inputs) if isinstance(work.inputs, tuple) else [work.inputs]
-    return inputs if work.loss is None else [*inputs, work.target]
-
-
-def _measure_turn(run: Run, work: Cuttable, settings: PipelineSettings, backend: Backend) -> None:
-    """Measure some steps, after two that do not count."""
-    batch = _batch(work)
-    took = []
-    for _ in range(2):
-        began = time.perf_counter()
-        run.engine.step(*batch)
-        took.append(time.perf_counter() - began)
-    slowest = max(backend.allgather_object(took[-1]))  # of all ranks, which must make as many steps
-    for _ in range(min(MOST, max(1, round(settings.seconds / settings.rounds / slowest)))):
-        began = time.perf_counter()
-        run.engine.step(*batch)
-        run.seconds.append(time.perf_counter() - began)
-
-
-def _document(run: Run) -> Cut:
-    plan = run.engine.plan
-    assert plan is not None
-    return {
-        "name": run.name,
-        "replicas": list(plan.replicas),
-        "ends": [stage.nodes[-1] for stage in plan.stages[:-1]],
-        "predicted_ms": 1e3 * plan.seconds,
-        "measured_ms": 1e3 * undisturbed(run.seconds),
-        "steps": len(run.seconds),
-    }
-
-
 def main(folder: str, model: str, compressor: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, PipelineSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
+    with join_run(folder, PipelineSettings) as (settings, backend, emit):
         torch.manual_seed(0)
         measure(settings, model, compressor, backend, emit)
 

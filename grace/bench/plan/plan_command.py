@@ -2,19 +2,20 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.options import option
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
-from grace.bench.plan.plan_verdicts import markdown, plans_table, verdict_words
 from grace.bench.ranks.launchers import check_links
 from grace.bench.ranks.scenario import Scenario
-from grace.bench.ranks.sweep import Sweep
+from grace.bench.ranks.sweep import Resume, SweepSettings, run_sweep
+from grace.bench.report.plan_table import verdict
 from grace.bench.step.step_settings import MODELS as KNOWN
 
 MODELS = ("transformer", "resnet", "lstm", "ncf", "mlp")
@@ -26,7 +27,7 @@ QUICK = {"rounds": 2, "own": 1, "seconds": 0.3}
 
 
 @dataclasses.dataclass
-class PlanSettings:
+class PlanSettings(SweepSettings):
     """Settings of the benchmark. ``own`` is the number of the planner's other candidates that are measured, the best
     ones; ``seconds`` is about how long each plan's steps are measured.
 
@@ -68,20 +69,17 @@ class PlanSettings:
         check_at_least_1(self, "rounds")
 
     @property
-    def scenarios(self) -> list[Scenario]:
+    def scenarios(self) -> Iterable[Scenario]:
         """Model, number of ranks and bandwidth of each scenario; those of one cluster stand together."""
         each = itertools.product(self.ranks, self.bandwidths, self.models)
         return [{"model": model, "ranks": ranks, "bandwidth": rate} for ranks, rate, model in each]
 
 
-SWEEP = Sweep("grace bench plan", "grace.bench.plan.plan_rank", plans_table, verdict_words, markdown)
-
-
 @options.with_options(PlanSettings)
 def command(
     given: options.Given,
-    out: options.KeptIn = None,
-    resume: options.Resume = False,
+    out: options.Folder = Path("out/plan"),
+    resume: Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less time for everything.")] = False,
 ) -> None:
     """Measure whether auto chooses well, beside other plans.
@@ -91,8 +89,8 @@ def command(
     plain sums and one method for all variables are measured in turns. The
     tables have how many pairs of plans were predicted in the right order, how
     much longer the chosen plan's step is than that of the best one within the
-    bounds (regret), and after how many steps it was chosen. The last one is
-    Markdown.
+    bounds (regret), and after how many steps it was chosen. Results are saved
+    after each scenario, Ctrl-C included; with --resume a run goes on.
     """
     settings = PlanSettings(**{**(QUICK if quick else {}), **given})
-    SWEEP.run(settings, out, resume, Console(highlight=False))
+    run_sweep("plan", settings, out, resume, verdict).report_and_exit()

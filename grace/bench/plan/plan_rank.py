@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-import grace
 from grace.bench.plan.plan_command import PlanSettings
-from grace.bench.plan.plan_verdicts import PlanRow
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
 from grace.bench.ranks.scenario import Scenario
+from grace.bench.report.plan_table import PlanRow, judge
 from grace.bench.step.contestants import Stepper, in_optimizer
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
@@ -69,7 +68,7 @@ def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) ->
         about: Scenario = {"settled": settled, "uncompressed": uncompressed, "planning": planning}
         about["seconds"] = time.perf_counter() - began
         about["plan"] = str(plan)
-        emit({"scenario": {**about, "missing": missing, "plans": rows}})
+        emit({"scenario": {**about, "missing": missing, "plans": rows, **judge(rows)}})
 
 
 def _train_until_settled(stepper: Stepper) -> tuple[int, int]:
@@ -187,7 +186,7 @@ def _take_turns(runs: Sequence[PlanRun], settings: PlanSettings, backend: Backen
 
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, PlanSettings, lambda settings: grace.init("torch")) as (settings, backend, emit):
+    with join_run(folder, PlanSettings) as (settings, backend, emit):
         measure(settings, model, backend, emit)
 
 

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import grace
 from grace.bench.common.events import Event
+from grace.core.backend import Backend
 from grace.errors import GraceError
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 """Variables with the rank of a process, by launcher."""
 Emit = Callable[[Event], None]
 SettingsOf = TypeVar("SettingsOf")
-Joined = TypeVar("Joined")
 
 
 def append_line(file: Path, content: Mapping[str, object]) -> None:
@@ -36,20 +36,20 @@ def run_as_rank(main: Callable[..., None]) -> None:
 
 @contextlib.contextmanager
 def join_run(
-    folder: str, settings: Callable[..., SettingsOf], join: Callable[[SettingsOf], Joined]
-) -> Iterator[tuple[SettingsOf, Joined, Emit]]:
-    """Join a run for the time of the ``with`` block; return the settings of settings.json in the folder, the result of
-    ``join``, and a function by which rank 0 writes an event to events.jsonl."""
+    folder: str, settings: Callable[..., SettingsOf], engine: str = "torch"
+) -> Iterator[tuple[SettingsOf, Backend, Emit]]:
+    """Join a run for the time of the ``with`` block; return the settings of settings.json in the folder, the backend,
+    and a function by which rank 0 writes an event to events.jsonl."""
     redirect_stderr(Path(folder))
     rank_settings = settings(**json.loads(Path(folder, "settings.json").read_text()))
-    joined = join(rank_settings)
+    backend = grace.init(engine)
     events = Path(folder, "events.jsonl")
 
     def emit(event: Event) -> None:
-        if grace.rank() == 0:
+        if backend.rank == 0:
             append_line(events, event)
 
-    yield rank_settings, joined, emit
+    yield rank_settings, backend, emit
     grace.shutdown()
 
 

@@ -4,9 +4,10 @@ import base64
 import dataclasses
 import html
 import io
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ try:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogFormatter
 except ImportError as error:
     raise missing_extra("matplotlib", "bench") from error
 
@@ -29,11 +30,19 @@ Look = dict[str, Any]
 """Colour and marker of a method, as matplotlib's arguments."""
 Series = Mapping[str, Sequence[tuple[float, float]]]
 """Points of lines, by the lines' names."""
+Marks = Mapping[str, float | None]
+"""Places of straight lines by their styles; None where a line is left out."""
+Panel = Callable[[Axes], None]
+"""Function that draws a panel of a figure."""
+NO_MARKS: Marks = MappingProxyType({})
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "grace",
     "text.parse_math": False,
     "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.titlesize": "medium",
 }
 """Texts stay texts, and a method's name is never a formula."""
 MARKERS = "os^Dv"
@@ -41,109 +50,91 @@ CLIP = 2.5
 """Multiple of the slowest baseline, or of the median, at which an axis ends."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Drawing of a figure.
-
-    Attributes:
-        draw_data: draws what was measured.
-        x, y: the labels of the axes.
-        height: its height in inches.
-        across, along: where horizontal and vertical lines stand, by their styles.
-        ylim: the limits of the y axis, if they are not those of what is drawn.
-    """
-
-    draw_data: Callable[[Axes], None]
-    x: str
-    y: str = ""
-    _: dataclasses.KW_ONLY
-    height: float = 3.6
-    across: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    along: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    ylim: tuple[float, float] | None = None
-
-    def draw(self, axes: Axes) -> None:
-        """Draw all of it."""
-        axes.grid(alpha=0.3)
-        self.draw_data(axes)
-        axes.set(xlabel=clean(self.x), ylabel=clean(self.y))
-        for line, places in ((axes.axhline, self.across), (axes.axvline, self.along)):
-            for style, place in places.items():
-                if place is not None:
-                    line(place, color="black", linewidth=1, linestyle=style)
-        if self.ylim is not None:
-            axes.set_ylim(*self.ylim)
-
-
 def bars(
+    axes: Axes,
     x: str,
     rows: Mapping[str, Sequence[float]],
     parts: Mapping[str, str] = MappingProxyType({"": "C0"}),
     end: float = 0.0,
-    **more: Any,
-) -> Panel:
-    """Return a panel with a bar for each name, from the top, with its sum behind the name: the lengths of its parts are
-    stacked, which have names and colours. The axis ends at ``end``, if that is not 0."""
+    along: Marks = NO_MARKS,
+) -> None:
+    """Draw a bar for each name, from the top, with its sum behind the name: the lengths of its parts are stacked, which
+    have names and colours. The axis ends at ``end``, if that is not 0."""
+    left = [0.0] * len(rows)
+    for i, (part, color) in enumerate(parts.items()):
+        lengths = [row[i] for row in rows.values()]
+        axes.barh(range(len(lengths)), lengths, left=left, color=color, label=part)
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    forms = labels_of(rows)
+    axes.set_yticks(range(len(rows)), [f"{forms[name]}  {digits(sum(lengths))}" for name, lengths in rows.items()])
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    if end:
+        axes.set_xlim(0, min(end, 1.02 * max(left)) or 1)
+    _draw_marks(axes.axvline, along)
 
-    def draw(axes: Axes) -> None:
-        left = [0.0] * len(rows)
-        for i, (part, color) in enumerate(parts.items()):
-            lengths = [row[i] for row in rows.values()]
-            axes.barh(range(len(lengths)), lengths, left=left, color=color, label=part)
-            left = [start + length for start, length in zip(left, lengths, strict=True)]
-        forms = labels_of(rows)
-        names = [f"{forms[name]}  {digits(sum(lengths))}" for name, lengths in rows.items()]
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        if end:
-            axes.set_xlim(0, min(end, 1.02 * max(left)) or 1)
 
-    return Panel(draw, x, height=0.26 * len(rows) + 0.8, **more)
+def height_of_bars(*panels: Sized) -> float:
+    """Return the height in inches of panels with so many bars."""
+    return 0.26 * max(map(len, panels), default=0) + 0.8
 
 
 def lines(
-    x: str, y: str, series: Series, looks: Mapping[str, Look], log: str = "", joined: bool = True, **more: Any
-) -> Panel:
-    """Return a panel with lines, or points alone if they are not joined; axes in ``log``, as "xy", are logarithmic."""
+    axes: Axes,
+    x: str,
+    y: str,
+    series: Series,
+    looks: Mapping[str, Look],
+    log: str = "",
+    linestyle: str = "-",
+    across: Marks = NO_MARKS,
+    along: Marks = NO_MARKS,
+    ylim: tuple[float, float] | None = None,
+) -> None:
+    """Draw lines; axes in ``log``, as "xy", are logarithmic. Lines without a style are points alone."""
+    forms = labels_of(looks)  # of all panels, which have one legend
+    for name, points in series.items():
+        if points:
+            label = forms[name]
+            axes.plot(*zip(*sorted(points), strict=True), **looks[name], linestyle=linestyle, markersize=4, label=label)
+    axes.set(xlabel=x, ylabel=clean(y), **{f"{axis}scale": "log" for axis in log})
+    for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in log]:
+        axis.set_major_formatter(LogFormatter())  # matplotlib's own would write formulas
+        axis.set_minor_formatter(LogFormatter())
+    _draw_marks(axes.axhline, across)
+    _draw_marks(axes.axvline, along)
+    if ylim is not None:
+        axes.set_ylim(*ylim)
 
-    def draw(axes: Axes) -> None:
-        style: Look = {"linestyle": "-" if joined else "", "markersize": 4}
-        forms = labels_of(looks)  # of all panels, which have one legend
-        for name, points in series.items():
-            if points:
-                axes.plot(*zip(*sorted(points), strict=True), **looks[name], **style, label=forms[name])
-        axes.set(**{f"{axis}scale": "log" for axis in log})
-        for axis in [{"x": axes.xaxis, "y": axes.yaxis}[name] for name in log]:
-            low, high = axis.get_view_interval()
-            axis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_locator(NullLocator())
 
-    return Panel(draw, x, y, **more)
+def _draw_marks(line: Callable[..., object], marks: Marks) -> None:
+    for style, place in marks.items():
+        if place is not None:
+            line(place, color="black", linewidth=1, linestyle=style)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Panels of one height under one heading, by their titles."""
+    """Panels under one heading, by their titles, each ``height`` inches high."""
 
     title: str
     caption: str
     panels: Mapping[str, Panel]
+    height: float = 3.6
 
     def html(self) -> str:
         """Return the figure as HTML that holds its picture."""
         columns = min(2, len(self.panels))
         rows = -(-len(self.panels) // columns)
-        height = rows * max(panel.height for panel in self.panels.values()) + 0.8
         with rc_context(STYLE):
-            drawing = Drawing(figsize=(6 * columns, height), layout="constrained")
+            drawing = Drawing(figsize=(6 * columns, rows * self.height + 0.8), layout="constrained")
             all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
             for axes in all_axes[len(self.panels) :]:  # an odd number of panels leaves a place empty
                 axes.remove()
             names = dict[str, Artist]()
-            for axes, (title, panel) in zip(all_axes, self.panels.items(), strict=False):
-                panel.draw(axes)
-                axes.set_title(clean(title), fontsize="medium")
+            for axes, (title, draw) in zip(all_axes, self.panels.items(), strict=False):
+                draw(axes)
+                axes.set_title(clean(title))
                 handles, labels = axes.get_legend_handles_labels()
                 names |= dict(zip(labels, handles, strict=True))
             if names:
@@ -158,8 +149,8 @@ class Figure:
 
 def figures(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     """Return all figures that the rows of results allow."""
-    found = {"step": _step, "train": _train, "kernels": _kernels}[results.kind](results, looks)
-    return [figure for figure in found if figure.panels]
+    draw = {"step": _step, "train": _train, "kernels": _kernels}.get(results.kind)
+    return [] if draw is None else [figure for figure in draw(results, looks) if figure.panels]
 
 
 def looks_of(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Look]:
@@ -168,11 +159,13 @@ def looks_of(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str,
     >>> looks_of(["none", "topk"], ["DDP"])["topk"]
     {'color': 'C1', 'marker': 'o'}
     """
-    grey = dict.fromkeys(baselines)
-    found = {name: {"color": "grey", "marker": marker} for name, marker in zip(grey, itertools.cycle(MARKERS))}
-    for i, name in enumerate(name for name in dict.fromkeys(methods) if name not in grey):
-        marker = MARKERS[i // 10 % len(MARKERS)]
-        found[name] = {"color": "black" if name == "none" else f"C{i % 10}", "marker": marker}
+    grey = [{"color": "grey", "marker": marker} for marker in MARKERS]
+    colours = [{"color": f"C{i}", "marker": marker} for marker in MARKERS for i in range(10)]
+    found = dict(zip(dict.fromkeys(baselines), cycle(grey), strict=False))
+    others = (name for name in dict.fromkeys(methods) if name not in found)
+    found |= dict(zip(list(others), cycle(colours), strict=False))
+    if "none" in found:
+        found["none"] = {**found["none"], "color": "black"}
     return found
 
 
@@ -208,7 +201,7 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     rows = one_bound([row for row in results.rows if number(row.get("step_ms"))])
     parts = {"compute": "lightgrey", "codec": "C1", "communication that nothing hides": "C0"}
-    times = dict[str, Panel]()
+    times, most = dict[str, Panel](), height_of_bars(*cases(rows, "ranks", "bandwidth").values())
     for (ranks, rate), some in cases(rows, "ranks", "bandwidth").items():
         plain = plain_row(some)
         some = sorted(some, key=lambda row: (row["kind"] == "grace", row["kind"] == "bound", row["step_ms"]))
@@ -218,18 +211,20 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
         marks = {"--": plain, ":": next((row for row in some if row["kind"] == "bound"), None)}
         along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
         split = {row["name"]: _parts(row) for row in some}
-        times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = bars("ms of a step", split, parts, end, along=along)
+        panel = partial(bars, x="ms of a step", rows=split, parts=parts, end=end, along=along)
+        times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = panel
     speedups, throughput = dict[str, Panel](), dict[str, Panel]()
     link, gain = "bit/s of the emulated link", "speedup over plain training"
+    samples = "samples per second, all ranks together"
     for (ranks,), some in cases(rows, "ranks").items():
         series = series_of(some, "bandwidth", "speedup", "x")
         if _several(series):
-            speedups[of_ranks(ranks)] = lines(link, gain, series, looks, "xy", across={"--": 1})
+            panel = partial(lines, x=link, y=gain, series=series, looks=looks, log="xy", across={"--": 1})
+            speedups[of_ranks(ranks)] = panel
     for (rate,), some in cases(rows, "bandwidth").items():
         series = series_of(some, "ranks", "samples_per_s", "y")
         if _several(series):
-            samples = "samples per second, all ranks together"
-            throughput[of_rate(rate)] = lines("ranks", samples, series, looks, "xy")
+            throughput[of_rate(rate)] = partial(lines, x="ranks", y=samples, series=series, looks=looks, log="xy")
     return [
         Figure(
             "Where the time of a step goes",
@@ -237,6 +232,7 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
             "dashed line, plain training's time; nothing can end left of the dotted line, the same step without any "
             "communication. Longer bars are cut; the number behind the name counts.",
             times,
+            most,
         ),
         Figure(
             "Speedup against bandwidth",
@@ -284,6 +280,7 @@ def _of_optimizer(rows: Sequence[Row], task: Settings, looks: Mapping[str, Look]
     ylim = window([row["shown"] for row in rows], better(task))
     target = number(task.get("target"))
     goal = {":": None if target is None else target * scale(task)}
+    draw_lines = partial(lines, y=quality, looks=looks, ylim=ylim)
     finals, curves = dict[str, Panel](), dict[str, Panel]()
     places = {of_rate(rate): some for (rate,), some in cases(rows, "bandwidth").items()}
     for over, some in places.items():
@@ -293,13 +290,12 @@ def _of_optimizer(rows: Sequence[Row], task: Settings, looks: Mapping[str, Look]
             ("samples_per_s", "samples per second", ""),
         ):
             final = series_of(some, key, "shown", log)
-            finals[f"against {x}, {over}"] = lines(x, quality, final, looks, log, False, across=none, ylim=ylim)
+            finals[f"against {x}, {over}"] = partial(draw_lines, x=x, series=final, log=log, linestyle="", across=none)
         for i, (x, log) in enumerate((("epochs", ""), ("bytes", "x"), ("seconds", ""))):
             series = {row["method"]: _curve(row, i, task, log) for row in some}
             again = x != "seconds" and over != next(iter(places))  # it is the same over any network
             if any(series.values()) and not again:
-                curve = lines(x, quality, series, looks, log, across=goal, ylim=ylim)
-                curves[f"against {x}, {over}"] = curve
+                curves[f"against {x}, {over}"] = partial(draw_lines, x=x, series=series, log=log, across=goal)
     return [
         Figure(
             f"Final {metric} against bytes and against speed{where}",
@@ -342,18 +338,22 @@ def window(finals: Sequence[float], sign: int) -> tuple[float, float]:
 
 def _kernels(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     colors = {"encode": "C0", "decode": "C1", "memory": "C2"}
-    errors, times = dict[str, Panel](), dict[str, Panel]()
+    x, y, marks = "bits per element", "vNMSE of one rank", {"--": 1.0}
+    draw_errors = partial(lines, x=x, y=y, looks=looks, log="xy", linestyle="", across=marks)
+    errors, times, most = dict[str, Panel](), dict[str, Panel](), 0.0
     for (tensor,), some in cases(results.rows, "tensor").items():
         series = series_of(some, "bits_per_element", "vnmse", "xy")
         if series:
-            labels = "bits per element", "vNMSE of one rank"
-            errors[f"{tensor} tensor"] = lines(*labels, series, looks, "xy", False, across={"--": 1})
+            errors[f"{tensor} tensor"] = partial(draw_errors, series=series)
         parts = {row["method"]: [number(row.get(f"{part}_copies")) or 0.0 for part in colors] for row in some}
         lengths = sorted(sum(each) for each in parts.values() if any(each))
         if lengths:
             taken = {method: each for method, each in sorted(parts.items(), key=lambda one: sum(one[1])) if any(each)}
             end = 2 * CLIP * lengths[len(lengths) // 2]
-            times[f"{tensor} tensor"] = bars("multiples of the time of one copy", taken, colors, end)
+            times[f"{tensor} tensor"] = partial(
+                bars, x="multiples of the time of one copy", rows=taken, parts=colors, end=end
+            )
+            most = max(most, height_of_bars(taken))
     return [
         Figure(
             "Error against bits",
@@ -366,5 +366,6 @@ def _kernels(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
             "How long a rank computes, as multiples of the time in which the same machine copies the tensor once. "
             "Longer bars are cut; the number behind the name counts.",
             times,
+            most,
         ),
     ]

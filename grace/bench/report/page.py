@@ -9,24 +9,26 @@ from rich.console import Console
 
 from grace.bench.common.results import Results
 from grace.bench.common.text import clean, of_bytes, of_seconds
-from grace.bench.report import kernel_tables, step_table, train_table
 from grace.bench.report.figures import Figure, Look, figures, looks_of
 from grace.bench.report.rows import identity
+from grace.bench.report.tables import SHOW
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 
-HEADINGS = {"step": "Step time", "train": "Training", "kernels": "Compressors alone"}
-SHOW: dict[str, Callable[[Console, Results], None]] = {
-    "step": step_table.show,
-    "train": train_table.show,
-    "kernels": kernel_tables.show,
+HEADINGS = {
+    "step": "Step time",
+    "train": "Training",
+    "kernels": "Compressors alone",
+    "plan": "Plans of auto",
+    "pipeline": "Cuts into pipeline stages",
 }
-"""Functions that show results of each kind on a console."""
 NEEDED = {
     "step": ("name", "kind", "engine", "ranks", "bandwidth", "step_ms"),
     "train": ("method", "bandwidth", "quality"),
     "kernels": ("method", "tensor", "bits_per_element"),
+    "plan": ("model", "ranks", "bandwidth", "step_ms", "regret"),
+    "pipeline": ("model", "ranks", "bandwidth", "compressor", "step_ms", "regret"),
 }
 """Keys of every row of a kind."""
 WIDTH = 150
@@ -74,7 +76,7 @@ def report_sections(results: Sequence[Results]) -> list[str]:
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
     """Return the look of every method and baseline of these results."""
-    rows = [row for each in results for row in each.rows]
+    rows = [row for each in results for row in each.rows if {"method", "name"} & row.keys()]
     return looks_of(map(identity, rows), [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")])
 
 

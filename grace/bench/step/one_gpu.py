@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+from rich.markup import escape
 
 from grace.backends.simulated import SimulatedRanks
 from grace.bench.common.clocks import DeviceClock, HostClock, device_facts
@@ -201,8 +202,13 @@ def _names(work: Callable[[], object]) -> list[str]:
     return [event.name for event in trace.events() or ()]
 
 
-def run(running: BenchmarkRun, settings: StepSettings, show_status: Callable[[str], object]) -> None:
+def run(running: BenchmarkRun, settings: StepSettings) -> None:
     """Measure on this GPU; rows are saved after each method."""
+    with running.console.status("") as status:
+        _measure(running, settings, lambda what: status.update(escape(what)))
+
+
+def _measure(running: BenchmarkRun, settings: StepSettings, show_status: Callable[[str], object]) -> None:
     torch.manual_seed(0)
     show_status(f"{settings.model}: building")
     work, results = workload(settings.model, 0, "cuda"), running.results

@@ -1,30 +1,23 @@
 """``grace bench step``: the costs of a training step with each method, and the gain of compression."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import grace
 from grace.backends import launchers
 from grace.bench.common import options
-from grace.bench.common.events import Event
 from grace.bench.common.progress import ScenarioBars
-from grace.bench.common.results import Results
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.report.step_table import show
 from grace.bench.step import step_settings
 from grace.bench.step.step_rows import ScenarioRows
 from grace.bench.step.step_settings import StepSettings
 from grace.errors import ConfigError
-
-NAME = "grace bench step"
 
 
 @options.with_options(StepSettings)
@@ -75,7 +68,7 @@ def command(
     if here and "bandwidths" in given:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
     running = run_on_device(settings, out) if device == "cuda" else run(settings, out, here)
-    running.report_and_exit(Console(highlight=False))
+    running.report_and_exit()
 
 
 def check_on_device(device: str, here: bool, given: options.Given) -> None:
@@ -101,12 +94,8 @@ def run_on_device(settings: StepSettings, out: Path) -> BenchmarkRun:
 
     if len(settings.ranks) > 1:
         raise ConfigError("--device cuda takes one number of --ranks")
-    console = Console(highlight=False)
-    running = BenchmarkRun(NAME, "step", settings.about(), out, interrupted="interrupted")
-    with console.status("") as status:
-        running.measure(lambda: one_gpu.run(running, settings, lambda what: status.update(escape(what))))
-    show(console, running.results)
-    return running
+    running = BenchmarkRun("step", settings.about(), out, interrupted="interrupted")
+    return running.measure(lambda: one_gpu.run(running, settings))
 
 
 def run(
@@ -117,48 +106,36 @@ def run(
     With ``here`` this process is one of several ranks, of which only the first writes and shows. With ``shortfalls`` of
     trained methods the verdict recommends only those that learn.
     """
-    console = Console(highlight=False, quiet=here and grace.init().rank != 0)
     about = {**settings.about(), **({} if shortfalls is None else {"shortfalls": dict(shortfalls)})}
-    running = BenchmarkRun(NAME, "step", about, None if console.quiet else out)
+    running = BenchmarkRun("step", about, None if here and grace.init().rank != 0 else out)
 
-    def measure() -> None:
-        with ScenarioBars(console) as bars:
-
-            def watch(scenario: str, event: Event) -> None:
-                bars.show(scenario, event)
-                if "times_ms" in event:
-                    running.save()
-
-            (_measure_here if here else _measure)(settings, running.results, watch)
-
-    running.measure(measure)
-    if not console.quiet:
-        show(console, running.results)
-    return running
+    return running.measure(lambda: (_measure_here if here else _measure)(settings, running))
 
 
-def _measure(settings: StepSettings, results: Results, watch: Callable[[str, Event], None]) -> None:
-    """Measure every scenario; rows and verdicts are added to the results, and ``watch`` gets each event of ranks."""
+def _measure(settings: StepSettings, running: BenchmarkRun) -> None:
+    """Measure every scenario; rows and verdicts are added to the results."""
     program = ["-m", "grace.bench.step.step_rank"]
-    for ranks, rate in settings.scenarios:
-        rows = ScenarioRows(results, ranks, rate, settings.engines, watch)
-        for engine in settings.engines:
-            add = partial(rows.add, engine)
-            run_scenario(program, settings, [engine], ranks, rate, add, engine, settings.nodes(ranks))
-        rows.conclude()
+    with ScenarioBars(running.console) as bars:
+        for ranks, rate in settings.scenarios:
+            rows = ScenarioRows(running, bars, ranks, rate, settings.engines)
+            for engine in settings.engines:
+                add = partial(rows.add, engine)
+                run_scenario(program, settings, [engine], ranks, rate, add, engine, settings.nodes(ranks))
+            rows.conclude()
 
 
-def _measure_here(settings: StepSettings, results: Results, watch: Callable[[str, Event], None]) -> None:
+def _measure_here(settings: StepSettings, running: BenchmarkRun) -> None:
     """Measure over the network between the ranks that a launcher has started; rank 0 fills in the results."""
     from grace.bench.step.step_rank import measure
 
     backend = grace.init()
     settings = dataclasses.replace(settings, engine=backend.name, ranks=[backend.size], bandwidths=[None])
-    results.settings = settings.about()
+    running.results.settings = settings.about()
     if backend.rank != 0:
         measure(settings, backend, backend.name, lambda event: None)
         return
-    rows = ScenarioRows(results, backend.size, None, [backend.name], watch)
-    rows.add(backend.name, {"engine": backend.name})
-    measure(settings, backend, backend.name, partial(rows.add, backend.name))
-    rows.conclude()
+    with ScenarioBars(running.console) as bars:
+        rows = ScenarioRows(running, bars, backend.size, None, [backend.name])
+        rows.add(backend.name, {"engine": backend.name})
+        measure(settings, backend, backend.name, partial(rows.add, backend.name))
+        rows.conclude()

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import torch
 
-import grace
 from grace.bench.common.events import Event
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
 from grace.bench.step.contestants import (
@@ -205,7 +204,7 @@ def _synchronize(stepper: Stepper) -> None:
 
 def main(folder: str, engine: str) -> None:
     """Join the run, and measure."""
-    with join_run(folder, StepSettings, lambda settings: grace.init(engine)) as (settings, backend, emit):
+    with join_run(folder, StepSettings, engine) as (settings, backend, emit):
         measure(settings, backend, engine, emit)
 
 

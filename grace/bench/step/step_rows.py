@@ -3,14 +3,16 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from grace.bench.common.events import Event
+from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.results import Results, Row
 from grace.bench.common.text import scenario as scenario_name
+from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.report.rows import plain_row
 from grace.bench.step.step_settings import SHARDS_ALONE
 
@@ -66,32 +68,31 @@ class EngineRows:
         return {**row, "steps": len(times), "pays": None, "times_ms": times}
 
 
-@dataclasses.dataclass
 class ScenarioRows:
-    """Rows of a scenario, added to the results as its ranks' events come in; each event is passed on to ``watch``."""
+    """Rows of a scenario, added to a benchmark's results, and saved, as its ranks' events come in."""
 
-    results: Results
-    ranks: int
-    rate: float | None
-    engines: Sequence[str]
-    watch: Callable[[str, Event], None]
-
-    def __post_init__(self) -> None:
-        self.name = scenario_name(self.ranks, self.rate)
-        self.rows_before = list(self.results.rows)
-        self.by_engine = {engine: EngineRows(engine, self.ranks, self.rate) for engine in self.engines}
+    def __init__(
+        self, running: BenchmarkRun, bars: ScenarioBars, ranks: int, rate: float | None, engines: Sequence[str]
+    ):
+        self.running, self.bars, self.name = running, bars, scenario_name(ranks, rate)
+        self.rows_before = list(running.results.rows)
+        self.by_engine = {engine: EngineRows(engine, ranks, rate) for engine in engines}
 
     def add(self, engine: str, event: Event) -> None:
         """Add an event of the ranks of an engine."""
+        results = self.running.results
         self.by_engine[engine].add(event)
-        self.results.settings.update(self.by_engine[engine].facts)
+        results.settings.update(self.by_engine[engine].facts)
         rows = [row for each in self.by_engine.values() for row in each.rows()]
-        self.results.rows = [*self.rows_before, *compare_with_plain(rows)]
-        self.watch(self.name, event)
+        results.rows = [*self.rows_before, *compare_with_plain(rows)]
+        self.bars.show(self.name, event)
+        if "times_ms" in event:
+            self.running.save()
 
     def conclude(self) -> None:
         """Write the verdict on the scenario into the settings."""
-        conclude(self.results, self.results.rows[len(self.rows_before) :])
+        results = self.running.results
+        conclude(results, results.rows[len(self.rows_before) :])
 
 
 def _times(blocks: list[Event]) -> list[float]:

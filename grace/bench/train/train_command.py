@@ -5,33 +5,28 @@ import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.events import Event
 from grace.bench.common.options import option
 from grace.bench.common.progress import ScenarioBars
 from grace.bench.common.quality import better, shortfall, shown
-from grace.bench.common.results import Results, Row, Settings
+from grace.bench.common.results import Row, Settings
 from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_ranks, unique_lists
 from grace.bench.common.text import scenario, show_rate
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.ranks.launchers import check_links
 from grace.bench.ranks.scenario import run_scenario
-from grace.bench.report.train_table import show
 from grace.bench.workloads.task import OPTIMIZERS, in_optimizer
 from grace.bench.workloads.tasks import facts, task_class
 from grace.core.registry import make
 from grace.errors import ConfigError, missing_extra
 
-NAME = "grace bench train"
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
 MEANS = (
     "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
@@ -184,51 +179,46 @@ def command(
     if quick:
         settings.use_quick_epochs()
     folder = out or Path(f"out/train-{settings.task.replace(':', '-')}")
-    run(settings, folder).report_and_exit(Console(highlight=False))
+    run(settings, folder).report_and_exit()
 
 
-def run(settings: TrainSettings, out: Path) -> BenchmarkRun:
-    """Train, show and save; return the benchmark with its results and its exit code."""
-    console = Console(highlight=False)
-    running = BenchmarkRun(NAME, "train", settings.about(), out)
-    running.measure(lambda: _train_and_show(settings, running, console))
-    show(console, running.results)
-    return running
+def run(settings: TrainSettings, out: Path | None) -> BenchmarkRun:
+    """Train with every method and seed over each network, show and save; return the benchmark with its results and its
+    exit code. Without a folder nothing is shown or saved."""
+    running = BenchmarkRun("train", settings.about(), out)
+
+    def measure() -> None:
+        with ScenarioBars(running.console) as bars:
+            for rate in settings.bandwidths:
+                add = TrainRows(settings, running, bars, rate).add
+                run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, add)
+
+    return running.measure(measure)
 
 
-def _train_and_show(settings: TrainSettings, running: BenchmarkRun, console: Console) -> None:
-    """Train over each network; each run is saved, and told in a line, when it ends."""
-    with ScenarioBars(console) as bars:
+class TrainRows:
+    """Rows of a network, added to a benchmark's results, saved, and told in a line, as runs of its ranks end."""
 
-        def watch(rate: float | None, event: Event) -> None:
-            bars.show(scenario(settings.ranks, rate), event)
-            if "run" not in event:
-                return
-            running.save()
-            run, where = event["run"], "" if rate is None else f", {show_rate(rate)}"
-            name = run["method"] if len(settings.optimizers) == 1 else f"{run['method']}, {run['optimizer']}"
-            quality = f"{running.results.settings['metric']} {shown(run['quality'], running.results.settings)}"
-            console.print(f"{name}, seed {run['seed']}{where}: {quality}", markup=False)
+    def __init__(self, settings: TrainSettings, running: BenchmarkRun, bars: ScenarioBars, rate: float | None):
+        self.settings, self.running, self.bars, self.rate = settings, running, bars, rate
+        self.rows_before = list(running.results.rows)
+        self.runs: list[Row] = []
 
-        train(settings, running.results, watch)
-
-
-def train(settings: TrainSettings, results: Results, watch: Callable[[float | None, Event], None]) -> None:
-    """Train with every method and seed over ranks on this machine; each run is added to the results when it ends.
-
-    ``watch`` gets a bandwidth and each event of its ranks, see :mod:`grace.bench.train.train_rank`.
-    """
-
-    def receive(rate: float | None, before: list[Row], runs: list[Row], event: Event) -> None:
-        if "run" in event:
-            runs.append(event["run"])
-            results.settings["parameters"] = event["run"]["parameters"]
-            results.rows = [*before, *summarize(runs, settings, rate)]
-        watch(rate, event)
-
-    for rate in settings.bandwidths:
-        on_event = partial(receive, rate, list(results.rows), [])
-        run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, on_event)
+    def add(self, event: Event) -> None:
+        """Add an event of the ranks; see :mod:`grace.bench.train.train_rank`."""
+        settings, results, rate = self.settings, self.running.results, self.rate
+        self.bars.show(scenario(settings.ranks, rate), event)
+        if "run" not in event:
+            return
+        run = event["run"]
+        self.runs.append(run)
+        results.settings["parameters"] = run["parameters"]
+        results.rows = [*self.rows_before, *summarize(self.runs, settings, rate)]
+        self.running.save()
+        name = run["method"] if len(settings.optimizers) == 1 else f"{run['method']}, {run['optimizer']}"
+        where = "" if rate is None else f", {show_rate(rate)}"
+        quality = f"{results.settings['metric']} {shown(run['quality'], results.settings)}"
+        self.running.console.print(f"{name}, seed {run['seed']}{where}: {quality}", markup=False)
 
 
 def summarize(runs: list[Row], settings: TrainSettings, rate: float | None = None) -> list[Row]:

@@ -91,7 +91,7 @@ def train(
 
 def main(folder: str) -> None:
     """Train with every method and seed; rank 0 writes the progress and each run."""
-    with join_run(folder, TrainSettings, lambda settings: grace.init("torch")) as (settings, _, emit):
+    with join_run(folder, TrainSettings) as (settings, _, emit):
         task = task_class(settings.task, settings.size)()
         runs = list(itertools.product(settings.optimizers, settings.methods, settings.seeds))
         emit({"blocks": len(runs) * (settings.epochs or task.epochs)})

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from grace.bench.common.user_functions import load_function
 from grace.bench.workloads import torch_modules
@@ -27,6 +28,12 @@ class Cuttable(NamedTuple):
     inputs: Inputs
     target: torch.Tensor
     loss: Callable[..., torch.Tensor] | None
+
+    @property
+    def batch(self) -> list[torch.Tensor]:
+        """Arguments of a training step."""
+        inputs = list(self.inputs) if isinstance(self.inputs, tuple) else [self.inputs]
+        return inputs if self.loss is None else [*inputs, self.target]
 
 
 def _of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -130,17 +137,18 @@ MODELS: dict[str, Callable[[], Cuttable]] = {
 }
 
 
-def cuttable(name: str) -> Cuttable:
+def cuttable(name: str, copies: int = 1) -> Cuttable:
     """Return a model of Grace's, or of a user's ``module:function`` without arguments, which returns ``(model, inputs,
-    target, loss)``.
+    target, loss)``, with so many copies of each row of its batch.
 
-    >>> made = cuttable("mlp")
+    >>> made = cuttable("mlp", copies=2)
     >>> made.inputs.shape, sum(p.numel() for p in made.model.parameters())
-    (torch.Size([64, 1024]), 16793600)
+    (torch.Size([128, 1024]), 16793600)
     """
-    if name in MODELS:
-        return MODELS[name]()
-    made = load_function(name, "model", MODELS)()
+    made = MODELS[name]() if name in MODELS else load_function(name, "model", MODELS)()
     if not isinstance(made, tuple) or len(made) != 4 or not isinstance(made[0], nn.Module):
         raise ConfigError(f"{name}() must return (model, inputs, target, loss), a torch module first")
-    return Cuttable(*made)
+    model, inputs, target, loss = made
+    if copies > 1:
+        inputs, target = tree_map_only(torch.Tensor, lambda one: torch.cat([one] * copies), (inputs, target))
+    return Cuttable(model, inputs, target, loss)

@@ -86,11 +86,6 @@ def _seeded(seed: int) -> Iterator[None]:
 
 # -- images ----------------------------------------------------------------------------------------------------------
 
-WIDTH = 512
-"""Units of each of the two hidden layers of a multilayer perceptron (301,066 parameters)."""
-CHANNELS, HIDDEN = (16, 32), 64
-"""Channels of two 3 x 3 convolutions, and units of the hidden layer behind their 2 x 2 pooling (38,282 parameters)."""
-
 
 class Digits(_Labelled):
     """1,437 training and 360 test images of 8 x 8 pixels in [0, 1]; a fifth of each digit's images is held out."""
@@ -121,7 +116,7 @@ def network(seed: int) -> nn.Sequential:
     301066
     """
     with _seeded(seed):
-        return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+        return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
 class DigitsCNN(Digits):
@@ -139,28 +134,18 @@ class DigitsCNN(Digits):
     optimizer, lr, adamw_lr, warmup, quick_epochs = "adamw", 0.05, 5e-3, 0.1, 8
 
     def network(self, seed: int) -> nn.Module:
-        first, second = CHANNELS
         with _seeded(seed):
-            convolutions = (
-                nn.Conv2d(1, first, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(first, second, 3, padding=1),
-                nn.ReLU(),
-            )
-            hidden = nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * second, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
-            return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *convolutions, *hidden)
+            first = nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()
+            second = nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+            return nn.Sequential(*first, *second, nn.Linear(16 * 32, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
 
-LSTM_HIDDEN, LSTM_EMBEDDING = 128, 32
-"""Widths of the model of characters: an embedding, one LSTM layer, a linear layer."""
-WINDOW, GPT_WINDOW = 32, 64
-TRAINING, GPT_TRAINING, TEST = 200_000, 440_000, 20_000
-"""Characters."""
-SIZE, BLOCKS, HEADS, UNIT, SPREAD = 70_000, 2, 4, 16, 0.02
-"""Sizes of a GPT: parameters, blocks, heads of attention, the unit that divides its width, and the standard deviation
-of new embeddings."""
+TEST = 20_000
+"""Characters of held-out text."""
+WINDOW, BLOCKS, UNIT = 64, 2, 16
+"""Sizes of a GPT: characters that it sees, blocks, and the unit that divides its width."""
 
 
 class CharacterModel(_Labelled):
@@ -176,7 +161,7 @@ class CharacterModel(_Labelled):
     target = 5.5
     quick_epochs = 4
     lr, epochs, clip, batch = 1.0, 16, 1.0, 32
-    window, training = WINDOW, TRAINING
+    window, training = 32, 200_000
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics
@@ -191,7 +176,7 @@ class CharacterModel(_Labelled):
     def network(self, seed: int) -> nn.Module:
         """Return an embedding, one LSTM layer and a linear layer over the characters."""
         with _seeded(seed):
-            return LSTM(len(self.characters), LSTM_EMBEDDING, LSTM_HIDDEN)
+            return LSTM(len(self.characters), embedding=32, hidden=128)
 
 
 class CharacterGPT(CharacterModel):
@@ -207,10 +192,10 @@ class CharacterGPT(CharacterModel):
     target = 1.5
     quick_epochs = 1
     optimizer, lr, adamw_lr, warmup, epochs, clip = "adamw", 1.0, 6e-3, 0.1, 4, 1.0
-    window, training = GPT_WINDOW, GPT_TRAINING
+    window, training = WINDOW, 440_000
     sized = True
 
-    def __init__(self, size: int = SIZE) -> None:
+    def __init__(self, size: int = 70_000) -> None:
         super().__init__()
         self.width = width_of(size, len(self.characters))
 
@@ -219,7 +204,7 @@ class CharacterGPT(CharacterModel):
 
     def network(self, seed: int) -> nn.Module:
         with _seeded(seed):
-            return GPT(len(self.characters), self.width, BLOCKS, HEADS, GPT_WINDOW - 1, SPREAD)
+            return GPT(len(self.characters), self.width, BLOCKS, heads=4, length=WINDOW - 1, spread=0.02)
 
 
 def width_of(size: int, characters: int) -> int:
@@ -229,7 +214,7 @@ def width_of(size: int, characters: int) -> int:
     [16, 48, 192]
     """
     # a block has 12 width^2 and 13 width; embeddings, positions, the last norm and the output the rest
-    square, linear = 12 * BLOCKS, 13 * BLOCKS + 2 * characters + GPT_WINDOW + 2
+    square, linear = 12 * BLOCKS, 13 * BLOCKS + 2 * characters + WINDOW + 2
     width = (math.sqrt(linear**2 + 4 * square * size) - linear) / (2 * square)
     return max(1, round(width / UNIT)) * UNIT
 
@@ -241,11 +226,8 @@ def windows(codes: np.ndarray, size: int) -> np.ndarray:
 
 # -- clicks ----------------------------------------------------------------------------------------------------------
 
-USERS, ITEMS, FACTORS = 1000, 500, 2
-SEEN, UNSEEN = 200_000, 10_000
-"""Clicks, or their absence."""
-EMBEDDING, MLP_HIDDEN, TABLE_SPREAD = 16, 64, 0.1
-"""Width of both tables and of the MLP's hidden layer (27,201 parameters); standard deviation of embeddings at first."""
+USERS, ITEMS, SEEN = 1000, 500, 200_000
+"""Users, items, and clicks, or their absence, that are trained on; 10,000 more are held out."""
 
 
 class Recommender(_Labelled):
@@ -264,12 +246,12 @@ class Recommender(_Labelled):
     epochs, quick_epochs, batch = 4, 2, 512
 
     def __init__(self) -> None:
-        random, count = np.random.default_rng(0), SEEN + UNSEEN
-        of_users, of_items = random.normal(size=(USERS, FACTORS)), random.normal(size=(ITEMS, FACTORS))
+        random, count = np.random.default_rng(0), SEEN + 10_000
+        of_users, of_items = random.normal(size=(USERS, 2)), random.normal(size=(ITEMS, 2))
         bias = random.normal(size=ITEMS)
         seen = 1 / np.arange(1, ITEMS + 1) ** 0.8
         users, items = random.integers(USERS, size=count), random.choice(ITEMS, count, p=seen / seen.sum())
-        logits = 2.25 / FACTORS**0.5 * (of_users[users] * of_items[items]).sum(1) + bias[items]
+        logits = 2.25 / 2**0.5 * (of_users[users] * of_items[items]).sum(1) + bias[items]
         clicks = (random.random(count) < 1 / (1 + np.exp(-logits))).astype("float32")
         pairs = np.stack([users, items], 1)
         self.keep(pairs[:SEEN], clicks[:SEEN], pairs[SEEN:], clicks[SEEN:])
@@ -288,12 +270,10 @@ class Scores(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = nn.Embedding(USERS, EMBEDDING)
-        self.items = nn.Embedding(ITEMS, EMBEDDING)
+        self.users, self.items = nn.Embedding(USERS, 16), nn.Embedding(ITEMS, 16)
         for table in (self.users, self.items):
-            nn.init.normal_(table.weight, std=TABLE_SPREAD)
-        hidden = nn.Linear(3 * EMBEDDING, MLP_HIDDEN)
-        self.mlp = nn.Sequential(hidden, nn.ReLU(), nn.Linear(MLP_HIDDEN, 1))
+            nn.init.normal_(table.weight, std=0.1)
+        self.mlp = nn.Sequential(nn.Linear(3 * 16, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """Return logits of clicks: (batch,)."""

@@ -110,11 +110,12 @@ def _check_saveable(runner: StepRunner) -> None:
                 )
 
 
-def check_settled(runner: Any) -> None:
+def check_settled(runner: Any, why: str = "") -> None:
     """Refuse to save or load during a step.
 
     Args:
         runner: a runner, or a session, which also knows of steps that the runner does not.
+        why: the end of the error's first sentence.
 
     Raises:
         ExchangeError: exchanges are under way, whose step may still be dropped.
@@ -122,8 +123,8 @@ def check_settled(runner: Any) -> None:
     if runner.in_progress:
         names = runner.context.api_names
         raise ExchangeError(
-            "the exchange of a step is under way, and the state does not have its result yet. Save and load after "
-            f"{names.step}{names.drop and f', or drop the step before, with {names.drop}'}"
+            f"the exchange of a step is under way, and the state does not have its result yet{why}. Save and load "
+            f"after {names.step}{names.drop and f', or drop the step before, with {names.drop}'}"
         )
 
 

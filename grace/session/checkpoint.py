@@ -42,7 +42,10 @@ from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
 MODES = ("strict", "keep", "reset")
-WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
+WITHOUT = (
+    "the checkpoint has no 'grace' entry: it was saved by a plain optimizer, or without the optimizer's state. To "
+    "start with empty memories call "
+)
 
 
 def save(runner: StepRunner) -> SavedState:

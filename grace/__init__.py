@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grace.backends.horovod import INSTEAD, Compression
 from grace.backends.object_collectives import allgather_object, barrier, broadcast_object, from_root
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
-from grace.core.arguments import do_not_convert, keras_backend, keras_backend_error, optimizer_type_error
+from grace.core.arguments import check_keras_backend, do_not_convert, optimizer_type_error
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, TensorSpec, Traits
@@ -115,8 +115,7 @@ def _framework_of(value: object) -> ModuleType | None:
     keras = sys.modules.get("keras")
     of_keras = () if keras is None else (keras.optimizers.Optimizer, keras.Model, keras.Variable)
     if isinstance(value, of_keras):
-        if keras_backend() != "tensorflow":  # TensorFlow need not be installed then, so do not import it
-            raise keras_backend_error(keras_backend())
+        check_keras_backend()  # TensorFlow need not be installed with another, so do not import it before
         return importlib.import_module("grace.tensorflow")
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and (tensorflow.is_tensor(value) or isinstance(value, tensorflow.Variable)):

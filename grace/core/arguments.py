@@ -86,6 +86,12 @@ def keras_backend() -> str:
     return sys.modules["keras"].backend.backend()
 
 
+def check_keras_backend() -> None:
+    """Raise ConfigError if Keras, which must be imported, does not run on TensorFlow."""
+    if keras_backend() != "tensorflow":
+        raise keras_backend_error(keras_backend())
+
+
 def keras_backend_error(backend: str) -> ConfigError:
     """Return the error for a backend of Keras other than TensorFlow; it says what to do instead.
 

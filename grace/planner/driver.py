@@ -54,7 +54,8 @@ class PlanningError(Exception):
 
 class Resumed(NamedTuple):
     """State of planning in a checkpoint: name and document of the run's strategy; the plan, None before there is one;
-    True if it was chosen; steps until all is measured again, 0 for never; and the numbers of ranks and nodes."""
+    True if it was chosen; steps until all is measured again, 0 for never; the numbers of ranks and nodes; and the wait
+    and the step of the first look at the settled run, in seconds, None before it."""
 
     current: str
     strategy: dict[str, object]
@@ -62,6 +63,7 @@ class Resumed(NamedTuple):
     settled: bool
     left: int
     cluster: list[int]
+    usual: Sequence[float] | None = None
 
 
 class Driver:
@@ -105,6 +107,8 @@ class Driver:
         self.holds = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
         """Watch over the links of a settled run of several ranks; None before, and for one rank."""
+        self.usual: Sequence[float] | None = None
+        """Wait and step of the first look at the settled run, in seconds; None before."""
         self.phases = self._train_and_plan(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
@@ -152,7 +156,7 @@ class Driver:
         if not self.current:
             return ""
         strategy, left = self.strategies[self.current].to_dict(), self.left if self.settled else 0
-        state = Resumed(self.current, strategy, self.plan, self.settled, left, self.cluster)
+        state = Resumed(self.current, strategy, self.plan, self.settled, left, self.cluster, self.usual)
         return json.dumps(state._asdict())
 
     def resumed_from(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
@@ -171,14 +175,15 @@ class Driver:
         former, start = Strategy.from_dict(resumed.strategy), self.strategies[BASELINE]
         self.strategies = {resumed.current: former, BASELINE: start}
         self.holds, self.settled = False, resumed.settled
-        self.watch = LinkWatch() if resumed.settled and self.backend.size > 1 else None
+        self.usual = resumed.usual  # a link may have become slower while nothing trained
+        self.watch = LinkWatch(self.usual) if resumed.settled and self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
         self.phases = self._train_and_plan(steps if resumed.settled else 1)
         self._advance()
 
     def stop(self) -> None:
         """End planning, because the user chose another strategy: nothing of it is measured, tried, or saved."""
-        self.plan, self.gradients, self.current, self.watch = None, {}, "", None
+        self.plan, self.gradients, self.current, self.watch, self.usual = None, {}, "", None, None
         self.holds, self.settled = False, True
         self.phases.close()  # its generator waits for steps that will not come
         self._advance()
@@ -187,7 +192,7 @@ class Driver:
         """Train so many steps, plan, and go on by the plan; again and again, since links and steps may change."""
         while True:
             yield steps
-            self.watch, self.trying, self.settled = None, False, False
+            self.watch, self.usual, self.trying, self.settled = None, None, False, False
             self._switch_to(BASELINE)
             try:
                 yield from self._plan()
@@ -311,9 +316,10 @@ class Driver:
         answers = gather_or_raise(self.backend, "waits", watch.median_times())
         # the least wait is that of the rank which comes last: it waits for no other, only for the network
         grown = watch.compare(min(wait for wait, _ in answers), max(step for _, step in answers))
+        self.usual = watch.usual
         if not grown:
             return
-        advice = "planning again" if self.replan else 'start anew, or let strategy="auto(replan=...)" plan again'
+        advice = "planning again" if self.replan else 'resume with strategy="auto(replan=...)", which plans again'
         self.print_line(f"grace: auto: {grown}: the link is slower, or shared; {advice}")
         self.watch = None
         if self.replan:
@@ -333,14 +339,17 @@ def beats(rounds: Sequence[Mapping[str, float]], name: str, other: str) -> bool:
 
 
 class LinkWatch:
-    """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take."""
+    """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take.
 
-    def __init__(self) -> None:
+    Args:
+        usual: wait and step of the run's first look, in seconds; None to take them from the next look.
+    """
+
+    def __init__(self, usual: Sequence[float] | None = None) -> None:
         self.steps = WATCH_FIRST
         """Steps until the next look."""
         self.timed: list[tuple[float, float]] = []
-        self.usual: tuple[float, float] | None = None
-        """Wait and step of the first look."""
+        self.usual = usual
         self.times = 0
         """Looks in a row that found longer waits."""
 

@@ -42,7 +42,10 @@ from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
 MODES = ("strict", "keep", "reset")
-WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
+WITHOUT = (
+    "the checkpoint has no 'grace' entry: it was saved by a plain optimizer, or without the optimizer's state. To "
+    "start with empty memories call "
+)
 
 
 def save(runner: StepRunner) -> SavedState:
@@ -110,11 +113,12 @@ def _check_saveable(runner: StepRunner) -> None:
                 )
 
 
-def check_settled(runner: Any) -> None:
+def check_settled(runner: Any, why: str = "") -> None:
     """Refuse to save or load during a step.
 
     Args:
         runner: a runner, or a session, which also knows of steps that the runner does not.
+        why: the end of the error's first sentence.
 
     Raises:
         ExchangeError: exchanges are under way, whose step may still be dropped.
@@ -122,8 +126,8 @@ def check_settled(runner: Any) -> None:
     if runner.in_progress:
         names = runner.context.api_names
         raise ExchangeError(
-            "the exchange of a step is under way, and the state does not have its result yet. Save and load after "
-            f"{names.step}{names.drop and f', or drop the step before, with {names.drop}'}"
+            f"the exchange of a step is under way, and the state does not have its result yet{why}. Save and load "
+            f"after {names.step}{names.drop and f', or drop the step before, with {names.drop}'}"
         )
 
 

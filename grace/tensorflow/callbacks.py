@@ -7,7 +7,7 @@ from numbers import Real
 import keras
 
 from grace.backends.runtime import current
-from grace.core.arguments import keras_backend, keras_backend_error
+from grace.core.arguments import check_keras_backend
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
@@ -41,8 +41,7 @@ class OnRanks(keras.callbacks.Callback):
         Raises:
             ConfigError: the model was made under a strategy of tf.distribute, or Keras does not run on TensorFlow.
         """
-        if keras_backend() != "tensorflow":
-            raise keras_backend_error(keras_backend())
+        check_keras_backend()
         super().set_model(model)
         refuse_distribute(getattr(model, "distribute_strategy", None))
 
@@ -173,8 +172,9 @@ class TrafficCallback(keras.callbacks.Callback):
         """Begin to count.
 
         Raises:
-            ConfigError: nothing is exchanged.
+            ConfigError: nothing is exchanged, or Keras does not run on TensorFlow.
         """
+        check_keras_backend()
         if not self._sources():
             raise ConfigError(
                 "TrafficCallback logs the traffic of a distributed optimizer, and the model's optimizer is none: "

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from grace.backends.horovod import Compression, Once, compressor_for
 from grace.core.api_names import KERAS
-from grace.core.arguments import accept_grace_argument, keras_backend, keras_backend_error, optimizer_type_error
+from grace.core.arguments import accept_grace_argument, check_keras_backend, optimizer_type_error
 from grace.core.backend import Backend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
@@ -487,8 +487,7 @@ def DistributedOptimizer(
     array([1., 0.], dtype=float32)
     >>> grace.shutdown()
     """
-    if keras_backend() != "tensorflow":
-        raise keras_backend_error(keras_backend())
+    check_keras_backend()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise optimizer_type_error(optimizer)
     inner = without_loss_scale(optimizer)

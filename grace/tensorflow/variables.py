@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from grace.backends.object_collectives import chosen_root, compared
 from grace.backends.runtime import current
+from grace.core.arguments import check_keras_backend
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
@@ -141,7 +142,7 @@ def broadcast_variables(
         root_rank: Horovod's name of ``root``.
 
     Raises:
-        ConfigError: ``root`` is no rank; nothing was broadcast.
+        ConfigError: ``root`` is no rank, or Keras does not run on TensorFlow; nothing was broadcast.
         RankError: (on all ranks) the ranks gave different variables; nothing was broadcast.
 
     >>> import grace
@@ -151,6 +152,8 @@ def broadcast_variables(
     """
     model = variables if isinstance(variables, keras.Model) else None
     found = list(variables if model is None else model.variables)
+    if any(isinstance(variable, keras.Variable) for variable in found):
+        check_keras_backend()
     backend = current() if backend is None else backend
     with compared(backend, "broadcast", lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"):
         root = chosen_root(root, root_rank, backend.size)

@@ -249,7 +249,9 @@ class DDPState(PythonReducerMixin):
 
     def _close_settled_step(self) -> None:
         """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
-        checkpoint.check_settled(self)
+        name = self.uses.undecided
+        shape = name and tuple(self.uses.parameters[name].shape)  # two models may have parameters of one name
+        checkpoint.check_settled(self, name and f": no optimizer has used the gradient of {name!r}, of shape {shape}")
         self.close_step()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -291,7 +293,7 @@ class DDPState(PythonReducerMixin):
         """True if a step is in progress that may still be dropped: no optimizer has used its gradients yet."""
         if self.runner.in_progress or not self.open or not self.runner.stateful:
             return self.runner.in_progress
-        return self.uses.undecided and not self._overflowed()
+        return bool(self.uses.undecided) and not self._overflowed()
 
     def _overflowed(self) -> bool:
         """Return True if a gradient of the step in progress overflowed on any rank."""

@@ -141,10 +141,13 @@ class GradientUses:
         return bool(self.waiting.keys() & self.held_parameters if self.optimizer_seen else self.waiting)
 
     @property
-    def undecided(self) -> bool:
-        """True if gradients still exist that an optimizer may use."""
-        grads = [self.parameters[name].grad for name in self.waiting.keys() & self.held_parameters]
-        return any(grad is not None and bool(getattr(grad, "_local_tensor", grad).any()) for grad in grads)
+    def undecided(self) -> str:
+        """Name of a parameter whose gradient exists, so that an optimizer may still use it; empty if there is none."""
+        for name in self.waiting:
+            grad = self.parameters[name].grad if name in self.held_parameters else None
+            if grad is not None and getattr(grad, "_local_tensor", grad).any():
+                return name
+        return ""
 
     def end_exchange(self, overflowed: bool = False) -> set[str]:
         """Return the names of parameters whose gradients were discarded, and reset the record for the next step.

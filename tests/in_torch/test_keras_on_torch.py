@@ -1,6 +1,7 @@
 """Keras's torch backend, in new processes, where Keras is imported with it: its models, and what is refused."""
 
 import subprocess
+from importlib.util import find_spec
 
 import pytest
 
@@ -80,3 +81,35 @@ def test_keras_models_train_in_fit_and_in_loops_by_torchs_optimizers_and_keras_o
     assert "topk(ratio=0.1) on " in said
     assert size == 1 or "(gloo), rank 0 of 2" in said
     assert float(said.split("accuracy ")[1].split("%")[0]) > 80
+
+
+REFUSED = """
+import os
+os.environ["KERAS_BACKEND"] = "torch"
+import keras, numpy as np
+import grace, grace.tensorflow
+
+grace.init("local")
+model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+model.compile(loss="mse")
+x = np.zeros([2, 4], "float32")
+callbacks = grace.tensorflow.BroadcastCallback(), grace.tensorflow.TrafficCallback()
+calls = [lambda one=one: model.fit(x, x[:, :1], verbose=0, callbacks=[one]) for one in callbacks]
+for call in (*calls, *(lambda on=on: grace.tensorflow.broadcast_variables(on) for on in (model, model.variables))):
+    try:
+        call()
+    except grace.ConfigError as refused:
+        assert str(refused).startswith("Keras runs on torch here"), refused
+    else:
+        raise AssertionError("not refused")
+"""
+
+
+def test_the_broadcasts_and_callbacks_of_tensorflow_are_refused():
+    pytest.importorskip("keras")
+    if find_spec("tensorflow") is None:
+        pytest.skip("TensorFlow is not installed")
+    done = subprocess.run(
+        [REAL, "-c", REFUSED], env=environment(), capture_output=True, text=True, timeout=HANGS, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

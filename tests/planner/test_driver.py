@@ -280,6 +280,24 @@ def test_a_slower_link_is_planned_for_within_5_seconds(monkeypatch):
     assert run.driver.plan["chosen"] == "qsgd"
 
 
+@pytest.mark.parametrize("replan", [0, 100_000])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_resumed_run_knows_the_link_that_its_plan_was_made_for(monkeypatch, told, replan):
+    run = settled(monkeypatch)
+    if told:
+        run.seconds["topk"] = 0.2
+        run.steps(50)
+        assert "the link is slower" in run.said[-1]
+    saved = {"plan": run.driver.document()}
+    again = Run(monkeypatch, {**SECONDS, "topk": 0.2}, backend=Alike(), replan=replan)
+    again.switch(STRATEGIES["topk"])
+    again.driver.resume(again.driver.resumed_from(saved))
+    again.steps(50)
+    assert "steps wait 200 ms for exchanges, and 20 when this was chosen: the link is slower" in " ".join(again.said)
+    again.steps(HELD + PLAIN + TRIALS)
+    assert again.driver.plan["chosen"] == ("qsgd" if replan else "topk")
+
+
 def test_steps_that_vary_are_no_slower_link(monkeypatch):
     run = settled(monkeypatch)
     said = len(run.said)

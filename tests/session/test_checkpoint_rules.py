@@ -100,7 +100,7 @@ BENT = {
     "form": "'step' is missing",
     "groups": "ValueError",
     "entry": "torch could not load this",
-    "plain": "saved by a plain optimizer",
+    "plain": "saved by a plain optimizer, or without the optimizer's state",
     "version": "version 99",
     "components": "saved with allgather, qsgd, none",
     "seed": "seed=5",

@@ -11,7 +11,8 @@ import grace
 
 pytestmark = pytest.mark.device
 METHODS = ["none", "block(bits=4)"]
-STEPS, OVERFLOWS_AT, RANKS = 8, 5, 2
+STEPS, OVERFLOWS_AT = (3, 1) if os.environ.get("TRITON_INTERPRET") == "1" else (8, 5)
+RANKS = 2
 
 
 class OnBoth(torch.nn.Module):

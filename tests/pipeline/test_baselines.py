@@ -44,10 +44,10 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
             assert cuts[-1] != graph.nodes[-1].name
 
 
-@pytest.mark.parametrize("model", ["gnmt", "vgg16"])
 @pytest.mark.parametrize("gbit", [1, 10])
-def test_plans_are_never_slower_than_cuts_by_hand(model, gbit):
-    graph = read(PROFILES / f"{model}.json")
+def test_plans_are_never_slower_than_cuts_by_hand(gbit):
+    """Where stages have few nodes; the table's test has another model's."""
+    graph = read(PROFILES / "vgg16.json")
     options = SearchOptions(memory=16e9, memory_margin=0.0)
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)
     found = search(space, SearchOptions())
@@ -83,18 +83,15 @@ def test_too_many_stages_are_refused():
         BY_HAND["equal layers"](chain(3), 4)
 
 
-BLOCKS = ({"blocks": 16}, {"blocks": 128}, {"blocks": (16, 128)}, {})
-
-
 def planned(name, gbit, **options):
     graph = read(PROFILES / f"{name}.json")
     return plan(graph, 8, graph.rows * 8, Links(gbit * 1e9 / 8, 20e-6), **options)
 
 
 def test_finer_blocks_are_tried_too():
-    coarse, finer, both, usual = (planned("gnmt", 1, **one) for one in BLOCKS)
+    coarse, finer, usual = (planned("gnmt", 1, **one) for one in ({"blocks": 16}, {"blocks": 128}, {}))
     assert finer.seconds < 0.9 * coarse.seconds
-    assert both.seconds == usual.seconds == finer.seconds
+    assert usual.seconds == finer.seconds
 
 
 def test_a_plan_may_use_fewer_devices():

@@ -44,8 +44,9 @@ BEFOREHAND = [
     *("coverage", "numpy", "numba", "typer", "rich.console", "rich.table", "rich.progress", "rich.markdown", "yaml"),
     "pydantic",
     *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
-    *("torch._dynamo", "tensorflow", "keras", "horovod", "horovod.common.util", "horovod.runner.launch", "mpi4py"),
-    "sklearn.datasets",  # horovod.torch and horovod.tensorflow do not work beside each other
+    *("torch._dynamo", "tensorflow", "keras", "mpi4py", "sklearn.datasets"),
+    *("horovod", "horovod.common.util", "horovod.runner.launch"),  # not both of its frameworks: they exclude each other
+    "lightning.pytorch",  # with transformers and accelerate
 ]
 """What the server imports; packages that are not installed are left out."""
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]

@@ -33,6 +33,9 @@ def hasten_interpreter() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+    numpy_type = interpreter._get_np_dtype  # which makes a table of all types at each call
+    known = functools.cache(numpy_type)
+    interpreter._get_np_dtype = lambda kind: (numpy_type if kind.scalar.is_ptr() else known)(kind.scalar)
     builder = interpreter.interpreter_builder  # which looks for integers that overflow, and says it in debug mode alone
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 

@@ -58,6 +58,7 @@ def refused(use: str) -> str:
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["import grace", "import grace; grace.make('compressor', 'topk'); grace.init('local')"])
 def test_import_loads_no_optional_package(use):
     assert run(f"{use}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"

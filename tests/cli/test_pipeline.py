@@ -16,6 +16,8 @@ from tests.pipeline.graphs import chain
 from tests.support.bench_results import pictures
 from tests.support.command import grace_command
 
+pytestmark = pytest.mark.slow
+
 SVG_TEXT = "{http://www.w3.org/2000/svg}text"
 PROFILE = str(Path(__file__).parents[1] / "pipeline" / "profiles" / "gnmt.json")
 

@@ -21,6 +21,8 @@ from tests.support.methods import make
 from tests.support.pretended import Meta
 from tests.support.training import SPECS
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 METHODS = [*SPECS, "topk(ratio=0.001)", "randomk(ratio=0.001)", "block(format=fp8)", "block(hadamard=32)"]
 BY_DATA = {"inceptionn"}

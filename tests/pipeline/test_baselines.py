@@ -13,6 +13,8 @@ from grace.planner.network import Links
 from tests.pipeline.graphs import chain, plan
 from tools.plan_table import table
 
+pytestmark = pytest.mark.slow
+
 PROFILES = Path(__file__).parent / "profiles"
 """Profiles of PipeDream (Narayanan et al., SOSP 2019), from profiler/ of its repository; each names its source."""
 

@@ -25,6 +25,7 @@ def reachable(graph):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(graph=graphs, most=st.integers(1, 12))
 def test_blocks_are_convex_ordered_and_whole(graph, most):
@@ -88,6 +89,7 @@ def test_a_narrow_place_is_where_it_is_cut(narrow):
     assert max(len(block.nodes) for block in found) <= 12
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes_are_few_blocks():
     draws = random.Random(1)
     nodes = [

@@ -41,6 +41,7 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=math.inf):
     return Space(graph, made, ranks, Exchanges(costs, compressor), batch, limit, draws.choice([0.0, 1.0, 2.0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_the_search_equals_brute_force(data):

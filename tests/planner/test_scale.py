@@ -22,6 +22,8 @@ from grace.strategy.builder import OneNode
 from tests.support.drawing import THOROUGH
 from tests.support.pairwise import pairwise
 
+pytestmark = pytest.mark.slow
+
 MATRICES = [Variable(f"w{i}", (512, 512)) for i in range(40)]
 VARIABLES = [*MATRICES, *(Variable(f"b{i}", (512,)) for i in range(40))]
 METHODS = ("none", "fp16", "topk(ratio=0.01)", "qsgd", "efsignsgd", "powersgd(rank=4)")

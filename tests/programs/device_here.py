@@ -1,5 +1,6 @@
 """tools/on_device.py in Triton's interpreter, with all parts in this one process, which imports everything once."""
 
+import multiprocessing
 import sys
 from types import SimpleNamespace
 
@@ -17,5 +18,6 @@ class Here(driver.Worker):
 
 
 if __name__ == "__main__":
+    multiprocessing.set_executable(sys.executable)  # ranks that it spawns are forks, as it is
     driver.Worker = Here
     sys.exit(on_device.main())

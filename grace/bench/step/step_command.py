@@ -108,7 +108,6 @@ def run(
     """
     about = {**settings.about(), **({} if shortfalls is None else {"shortfalls": dict(shortfalls)})}
     running = BenchmarkRun("step", about, None if here and grace.init().rank != 0 else out)
-
     return running.measure(lambda: (_measure_here if here else _measure)(settings, running))
 
 

@@ -66,7 +66,10 @@ class StepSession(Session):
         present = [any(rank[i][1] for rank in same) for i in range(len(names))]
         self.missing_everywhere = [not found for found in present]
         if self.averages and not any(present):  # as Keras says it; a tape returns None instead
-            raise ValueError("No gradients provided for any variable, on any rank.")
+            raise ValueError(
+                "No gradients provided for any variable, on any rank: compute the loss from the trainable variables, "
+                "within the tape."
+            )
 
         def described() -> list[Variable]:
             self.settings.check()

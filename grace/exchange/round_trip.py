@@ -42,18 +42,14 @@ from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_codec import fused_codec
 from grace.exchange.header import (
-    MISSING,
-    OVERFLOW,
     PRESENT,
-    REFUSED,
-    Flag,
     Header,
-    logical_and,
     resolve,
     shares_stamps,
-    status,
 )
-from grace.exchange.layout import Layout, Status
+from grace.exchange.layout import Layout
+from grace.exchange.mean_encoder import MeanEncoder
+from grace.exchange.payload_errors import PayloadErrors
 from grace.exchange.send_receive_codec import SendReceiveCodec
 from grace.exchange.sparse_codec import RowCodec
 from grace.exchange.sparse_rows import Gradient
@@ -64,10 +60,6 @@ from grace.kernels.constants import ITEM_SIZE
 T = TypeVar("T")
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
 """Bytes that a payload may take, whatever the method: sizes that come off the wire may be anything."""
-VARIES = (
-    "Where that depends on the data the compressor must say so: traits = Traits(..., fixed_size='by data'), or "
-    "tensors_size_are_same=False"
-)
 
 
 class BucketProgram:
@@ -222,8 +214,8 @@ class RoundTrip:
     handle: Handle
     wire: Tensor
     route: Route
-    brings_means: bool
-    """True if the last leg carries means that were encoded once more."""
+    means: MeanEncoder | None
+    """Encoder of the means that the last leg carries; None if it carries what ranks encoded themselves."""
     error: PayloadError | None = None
     stopped = False
     defers_headers = False
@@ -231,10 +223,6 @@ class RoundTrip:
     outcomes: Sequence[Outcome] = ()
     layouts: Sequence[Layout] = ()
     """Layouts of the wires received last."""
-    means_layout: Layout | None = None
-    """Layout of this rank's means, or of the root's."""
-    refused: str | None = None
-    """The variable whose payloads this rank could not decode while the others wait for its means."""
 
     leg: Leg | None = None
     """The leg whose collective is under way, or was the last; None before the first."""
@@ -283,7 +271,8 @@ class RoundTrip:
         self.gradients = ()  # a delayed round trip outlives its step, and must not keep the gradients alive
         # Only now: what a codec encodes first may tell it the sizes that the route depends on.
         self.route = self.program.route()
-        self.brings_means = self.route[-1].carries is Carries.MEANS
+        is_mean = self.route[-1].carries is Carries.MEANS
+        self.means = MeanEncoder(self.program, self.header, self._count) if is_mean else None
         self._count(self.codec.layouts, self.wire)
         self.traffic.codec_seconds += time.perf_counter() - began
         if sends:
@@ -415,13 +404,10 @@ class RoundTrip:
                 first, other = received[0][2 * i], theirs[2 * i]
                 sizes = "other shapes or dtypes"
                 if first != other:
-                    sizes = f"{first:.0f} bytes on {self._rank(0)}, and {other:.0f}"
+                    sizes = f"{first:.0f} bytes on {self.errors.rank(0)}, and {other:.0f}"
                 # The layouts are taken anew from the next payloads.
                 self.bucket.program = None
-                self.error = PayloadError(
-                    f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on "
-                    f"{self._rank(rank)}. {VARIES}"
-                )
+                self.error = self.errors.sizes_differ(self.names[i], sizes, rank)
                 return False
         self.bucket.compared = True
         return True
@@ -435,10 +421,8 @@ class RoundTrip:
         self._means_wire = self._means(means_leg)
         if not self._contributes(means_leg):
             return self.kernels.full([0] * count, "int64", self.wire)
-        if self.refused is not None:  # no sizes are negative: this says which variable was refused
-            return self._numbers([-1 - self.names.index(self.refused)] * count)
-        assert self.means_layout is not None
-        return self._numbers(self.means_layout.sizes())
+        assert self.means is not None
+        return self._numbers(self.means.sizes())
 
     def _padded(self) -> Tensor | None:
         """Return the wire, padded with zeros to the longest of all ranks'; None, on all ranks, if a received size is
@@ -461,7 +445,7 @@ class RoundTrip:
             with payload_of(rank):
                 return self.codec.layouts[0].resized(self.kernels.to_list(sizes), most)
         except PayloadError as error:
-            raise self._undecoded(error, self.bucket.ends) from error
+            raise self.errors.undecoded(error, self.bucket.ends) from error
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
         """Return each rank's wire from a concatenation, where the sizes of its payload tensors precede it."""
@@ -476,7 +460,7 @@ class RoundTrip:
             wires.append(whole[start : start + layouts[-1].length])
             start += layouts[-1].length
         if len(wires) < self.context.size or start != whole.shape[0]:
-            raise self._undecoded(PayloadError("the payloads are of other sizes than they say"), self.bucket.ends)
+            raise self.errors.undecoded(PayloadError("the payloads are of other sizes than they say"), self.bucket.ends)
         self.layouts = layouts
         return wires
 
@@ -536,126 +520,33 @@ class RoundTrip:
     def _means(self, leg: Leg) -> Tensor | None:
         """Return the encoded means that this rank owns, or room for the root's; None, on all owners, if the ranks are
         out of step."""
-        self.communicator.rescale_mean_memory(
-            self.loss_scale
-        )  # on all ranks: decoders of votes need the loss scale, too
+        # On all ranks: decoders of votes need the loss scale, too.
+        self.communicator.rescale_mean_memory(self.loss_scale)
         if not self._contributes(leg):
             return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
-        header, rooted = self.header, self.communicator.rooted
-        with recorder.phase("unpack", bucket=self.bucket):
-            wires = self._wires_of_ranks()
-            self.means_layout = self.codec.means_layouts()[self.codec.owner]
-            out_of_step = header.compare(self.layouts, wires)
-            if out_of_step and not self.on_device:
-                # The other ranks wait for a root's answer. Owners have all compared the stamps themselves.
-                return self._without_means([MISSING] * len(self.names)) if rooted else None
-            flags = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
-            self._read_statuses(flags)
-        if self.refused is not None:
-            return self._refusal()
-        try:
-            finite = self.codec.average(wires, self.layouts, header)
-        except PayloadError as error:  # the other ranks wait for the means: send statuses that say refused
-            self.refused = error.variable
-            self.error = self._withheld_here() or self._undecoded(error, error.variable)
-            return self._refusal()
-        statuses, kept = self._statuses_of_means(finite, flags)
-        stamps = header.received if rooted else header.own_stamp
-        with recorder.phase("pack", bucket=self.bucket):
-            buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries_stamps else ())
-        if self.context.size > 1 or not rooted:
-            self._count([self.means_layout], buffer)
-        self.codec.remember_means(kept)
+        assert self.means is not None
+        buffer = self.means.encode(self._wires_of_ranks(), self.layouts)
+        self.error = self.means.error
         return buffer
-
-    def _read_statuses(self, flags: Sequence[Tensor]) -> None:
-        """Read from all ranks' statuses which variables are missing, overflowed or withheld; defer that on a device."""
-        header = self.header
-        if self.on_device:
-            if self.communicator.cuts:
-                header.read(flags, self._read_missing)
-            return
-        header.evaluate([self.kernels.to_list(flag) for flag in flags])
-        if header.refused is not None:
-            rank, self.refused = header.refused
-            self.error = self._withheld_by(rank, self.refused)
-
-    def _read_missing(self, ranks: list[list[float]]) -> None:
-        self.header.missing = [not any(flags) for flags in zip(*ranks, strict=True)]
-
-    def _statuses_of_means(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> tuple[list[Status], list[bool]]:
-        """Return the statuses of means, and True for each variable that the memory of means is updated with.
-
-        Args:
-            finite: True for each variable whose mean is in range.
-            flags: the statuses of all ranks.
-        """
-        count = len(self.names)
-        # On a device all memories are updated now, and rolled back when headers are read. Memories of owners are
-        # committed, or rolled back, with the step.
-        if self.codec.wrote_statuses:  # kernels have written the statuses on the device
-            return [], [True] * count
-        if self.on_device:
-            return self._statuses_on_device(finite, flags), [True] * count
-        cuts = self.communicator.cuts
-        # Each owner has a piece of every variable, and so knows itself which are missing.
-        here = [cuts or not missing for missing in self.header.missing]
-        each = zip(self.header.overflowed, finite, strict=True)
-        well = [bool(logical_and(not overflowed, ok)) for overflowed, ok in each]
-        statuses = [status(present, ok, False) for present, ok in zip(here, well, strict=True)]
-        return statuses, [cuts or (present and ok) for present, ok in zip(here, well, strict=True)]
-
-    def _statuses_on_device(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> list[Status]:
-        """Return the statuses of means, computed on the device from those of all ranks; a root reads them later."""
-        k, cuts, count = self.kernels, self.communicator.cuts, len(self.names)
-        numbers = [k.cast(flag, "float32") for flag in flags]
-        here: list[Flag] = [True] * count if cuts else list(k.cast(sum(numbers) > 0, "float32"))
-        overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
-        none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
-        well = [logical_and(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
-        statuses = [present * status(True, ok, False) for present, ok in zip(here, well, strict=True)]
-        if cuts:
-            return statuses
-        if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
-            withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)
-            statuses = [one + k.cast(more > 0, "float32") for one, more in zip(statuses, withheld, strict=True)]
-        self.header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
-        return statuses
-
-    def _forget_means(self, statuses: list[list[float]]) -> None:
-        for name, number in zip(self.names, statuses[0], strict=True):
-            if number != PRESENT:
-                self.codec.forget_mean(name)
-
-    def _refusal(self) -> Tensor:
-        """Return a wire of means without payloads, whose status refuses one variable."""
-        return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
-
-    def _without_means(self, statuses: Sequence[int]) -> Tensor:
-        """Return a wire of means whose payloads are zeros."""
-        layouts = self.codec.means_layouts()
-        layout = layouts[self.codec.owner]
-        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp
-        stamps = list(stamps) or [0] * self.codec.stamps
-        return self.codec.padded(layout.pack(layout.zeros(self.wire), statuses, stamps), layouts)
 
     def _sized_means(self, leg: Leg) -> Tensor | None:
         """Return the root's means, or room for them, of the received sizes; None, on all ranks, if there are no
         means."""
         (sizes,) = self.handle.result()
         numbers = self.kernels.to_list(sizes[:1])
+        assert self.means is not None
         assert leg.root is not None
         if numbers and numbers[0] < 0:
-            self.error = self.error or self._no_means(leg.root, self.names[-1 - int(numbers[0])])
+            self.error = self.means.not_sent(leg.root, self.names[-1 - int(numbers[0])])
             return None
         try:
-            self.means_layout = self._layout(leg.root, sizes)
+            self.means.layout = self._layout(leg.root, sizes)
         except PayloadError as error:
             self.error = error
             return None
         if self._contributes(leg):
             return self._means_wire
-        return self.kernels.zeros((self.means_layout.length,), "uint8", self.wire)
+        return self.kernels.zeros((self.means.layout.length,), "uint8", self.wire)
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -678,7 +569,7 @@ class RoundTrip:
             self.traffic.sent_bytes += self.backend.sent_bytes - sent_before
             if self.mover is not None and not self.mover.received:
                 failed = self._move_payloads(self.mover.receive_all)
-                self.error = None if failed is None else self._undecoded(*failed)
+                self.error = None if failed is None else self.errors.undecoded(*failed)
             self.mark_done()
         self.traffic.wait_seconds += time.perf_counter() - began
 
@@ -725,9 +616,9 @@ class RoundTrip:
         try:
             values = self.codec.decode(wires, self.layouts, outs)
         except PayloadError as error:
-            if self.brings_means and self.communicator.rooted:
+            if self.means is not None and self.communicator.rooted:
                 error.place = self.route[-1].root
-            raise self._undecoded(error, error.variable) from error
+            raise self.errors.undecoded(error, error.variable) from error
         self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
         self._mark_outcomes()
         poison = self.header.poison
@@ -744,11 +635,11 @@ class RoundTrip:
         if self.communicator.sums:
             self.layouts = [self.codec.layouts[0]]
             return [self._total()]
-        if not self.brings_means:
+        if self.means is None:
             return self._wires_of_ranks()
         if self.codec.varies:
-            assert self.means_layout is not None
-            self.layouts = [self.means_layout]
+            assert self.means.layout is not None
+            self.layouts = [self.means.layout]
         else:
             self.layouts = self.codec.means_layouts()
             self.layouts = self.layouts if self.communicator.cuts else self.layouts[:1]
@@ -771,13 +662,13 @@ class RoundTrip:
         Overflows are read in each round of a method: a later one may be finite again, since an infinite column may
         become a finite one."""
         header, k, several = self.header, self.kernels, self.traits.rounds > 1
-        if not self.brings_means or self.communicator.rooted:  # owners compared stamps before they averaged
+        if self.means is None or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare(self.layouts, wires)
         each = self.codec.receive(wires[0]) if several else None
         if header.out_of_step:
             return
         flags = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
-        if self.brings_means:
+        if self.means is not None:
             header.read(flags, self._evaluate_means)
         else:
             statuses = flags if header.statuses_matter else []
@@ -815,7 +706,7 @@ class RoundTrip:
         if ranks:
             header.evaluate(ranks)
             if header.refused is not None:
-                raise self._withheld_by(*header.refused)
+                raise self.errors.withheld_by(*header.refused)
         if not all([all(finite) for finite in numbers[count:]]):
             received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
             for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
@@ -825,13 +716,8 @@ class RoundTrip:
 
     def _evaluate_means(self, ranks: list[list[float]]) -> None:
         """Evaluate the statuses that the owners, or the root, sent with their means."""
-        header, missing = self.header, self.header.missing
-        first = self.route[-1].root or 0
-        for rank, statuses in enumerate(ranks, first):
-            if REFUSED in statuses:
-                raise self._no_means(rank, self.names[list(statuses).index(REFUSED)])
-        header.evaluate(ranks, first)
-        header.missing = [a or b for a, b in zip(missing, header.missing, strict=True)]
+        assert self.means is not None
+        self.means.evaluate(ranks, self.route[-1].root or 0)
         self._mark_outcomes()
 
     @property
@@ -874,55 +760,16 @@ class RoundTrip:
         """Return the description of this exchange that error messages use for a blocked rank."""
         return f"the exchange of {self.bucket.describe()} at step {self.context.step}"
 
+    @property
+    def errors(self) -> PayloadErrors:
+        """The builder of errors of payloads, for this step."""
+        return PayloadErrors(self.program)
+
     def failure(self, error: Exception) -> ExchangeError:
         """Return the error of an engine that failed; it names ranks that are known to have ended, or to be
         elsewhere."""
         operation = f"the exchange of {self.bucket.describe()}"
         return self.backend.engine_error(operation, f" at step {self.context.step}", error)
-
-    def _rank(self, rank: int) -> str:
-        """Return the name of one of the ranks of this exchange, by its number in the run."""
-        return f"rank {self.backend.number_of(rank)}"
-
-    def _payload_error(self, text: str) -> PayloadError:
-        return PayloadError(f"{self.backend.rank_label}: {text}")
-
-    def _undecoded(self, error: PayloadError, name: str) -> PayloadError:
-        """Return the error of a payload that cannot be decoded."""
-        sender = "another rank" if error.place is None else self._rank(error.place)
-        return self._payload_error(
-            f"what {sender} sent of {name!r} at step {self.context.step} is no payload of "
-            f"{self.communicator.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
-        )
-
-    def _no_means(self, rank: int, name: str) -> PayloadError:
-        """Return the error for ranks whose owner, or root, could not decode a payload."""
-        return (
-            self.error
-            or self._withheld_here()
-            or self._payload_error(
-                f"{self._rank(rank)} could not decode what it was sent of {name!r} at step {self.context.step}; "
-                "its own error says more"
-            )
-        )
-
-    def _withheld_here(self) -> PayloadError | None:
-        """Return the error of this rank's payload if it has other shapes or dtypes than before; else None."""
-        if self.codec.withheld is None:
-            return None
-        i, of, now, was = self.codec.withheld
-        return self._payload_error(
-            f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has the {of} {now} at step "
-            f"{self.context.step}, and had {was} at the first. {VARIES}"
-        )
-
-    def _withheld_by(self, rank: int, name: str) -> PayloadError:
-        """Return the error of a payload that a rank did not send."""
-        who = "another rank" if self.communicator.sums else self._rank(rank)
-        return self._withheld_here() or self._payload_error(
-            f"{who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out otherwise than "
-            "at the first; its own error says more"
-        )
 
 
 def round_trip_of(contribution: Contribution) -> RoundTrip:

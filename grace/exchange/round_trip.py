@@ -51,7 +51,7 @@ from grace.exchange.layout import Layout
 from grace.exchange.mean_encoder import MeanEncoder
 from grace.exchange.payload_errors import PayloadErrors
 from grace.exchange.send_receive_codec import SendReceiveCodec
-from grace.exchange.sparse_codec import RowCodec
+from grace.exchange.sparse_codec import SparseGradientCodec
 from grace.exchange.sparse_rows import Gradient
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -70,7 +70,7 @@ class BucketProgram:
         like: one of its gradients.
 
     Attributes:
-        mover: the codec, if the communicator moves payloads itself.
+        send_receive: the codec, if the communicator moves payloads itself.
         detects_overflow, payloads_show_overflow, statuses_matter, sizes_unknown, on_device: flags; see the module.
         well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
@@ -94,12 +94,15 @@ class BucketProgram:
         self.on_device = communicator.can_defer and not self.sparse and self.kernels.on_device(like)
         self.shares_stamps = shares_stamps(communicator)
         self.codec = self._make_codec(like)
-        self.mover = self.codec if isinstance(self.codec, SendReceiveCodec) else None
+        self.send_receive = self.codec if isinstance(self.codec, SendReceiveCodec) else None
         self.detects_overflow = (
-            not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.mover is not None
+            not self.traits.carries_nonfinite
+            or communicator.delayed
+            or communicator.cuts
+            or self.send_receive is not None
         )
-        self.sizes_unknown = self.traits.fixed_size is None and self.mover is None
-        self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.mover is None)
+        self.sizes_unknown = self.traits.fixed_size is None and self.send_receive is None
+        self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.send_receive is None)
         self.statuses_matter = self.detects_overflow or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
         count = len(bucket.names)
@@ -116,7 +119,7 @@ class BucketProgram:
         communicator = self.communicator
         kind: type[PerVariableCodec] = PerVariableCodec
         if self.sparse:
-            kind = RowCodec
+            kind = SparseGradientCodec
         elif communicator.moves_payloads:
             kind = SendReceiveCodec
         elif communicator.codec is not None:
@@ -247,7 +250,7 @@ class RoundTrip:
         self.bucket = bucket
         self.program = program
         self.codec = program.codec
-        self.mover = program.mover
+        self.send_receive = program.send_receive
         self.kernels = program.kernels
         self.on_device = program.on_device
         self.traits = program.traits
@@ -311,8 +314,8 @@ class RoundTrip:
         self._start_collective(leg, buffer)
         # Over engines that pair collectives by name, ranks start buckets in any order: payloads wait for the end.
         if leg.carries is Carries.HEADERS and not self.backend.pairs_by_name:
-            assert self.mover is not None
-            self._move_payloads(self.mover.move)
+            assert self.send_receive is not None
+            self._move_payloads(self.send_receive.move)
         return True
 
     def _buffer_for(self, leg: Leg) -> Tensor | None:
@@ -384,7 +387,7 @@ class RoundTrip:
             self.traffic.add(self.names, layout.payload_bytes)
             if recorder.active is not None:
                 recorder.payload(dict(zip(self.names, layout.payload_bytes, strict=True)))
-            if self.mover is None:
+            if self.send_receive is None:
                 inside += layout.total
         self.traffic.header_bytes += self.kernels.nbytes(buffer) - inside
 
@@ -567,8 +570,8 @@ class RoundTrip:
                 raise self.failure(error) from error
             # The handle of a user's communicator may start further collectives when it is awaited.
             self.traffic.sent_bytes += self.backend.sent_bytes - sent_before
-            if self.mover is not None and not self.mover.received:
-                failed = self._move_payloads(self.mover.receive_all)
+            if self.send_receive is not None and not self.send_receive.received:
+                failed = self._move_payloads(self.send_receive.receive_all)
                 self.error = None if failed is None else self.errors.undecoded(*failed)
             self.mark_done()
         self.traffic.wait_seconds += time.perf_counter() - began
@@ -585,7 +588,7 @@ class RoundTrip:
     @property
     def blocks(self) -> bool:
         """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
-        return not self.handle.works or self.mover is not None
+        return not self.handle.works or self.send_receive is not None
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.

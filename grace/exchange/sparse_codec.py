@@ -189,7 +189,7 @@ def unfit(compressor: Compressor, memory: Memory) -> str:
     return ""
 
 
-class RowCodec(PerVariableCodec):
+class SparseGradientCodec(PerVariableCodec):
     """Codec of sparse gradients (embeddings): it adds up duplicate rows, and passes their numbers to the compressor.
 
     A second compression is one of rows, too: the root's answer holds all ranks' rows.

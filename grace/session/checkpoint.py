@@ -55,10 +55,10 @@ def save(runner: StepRunner) -> SavedState:
         ConfigError: a user's part keeps something that cannot be loaded.
         ExchangeError: a step is under way.
     """
-    return state_schema.seal(_saved(runner))
+    return state_schema.seal(_assemble_state(runner))
 
 
-def _saved(runner: StepRunner) -> SavedState:
+def _assemble_state(runner: StepRunner) -> SavedState:
     check_settled(runner)
     _warn_unsaved(runner)
     context = runner.context
@@ -68,7 +68,7 @@ def _saved(runner: StepRunner) -> SavedState:
     plan = runner.planned()
     return {
         "version": state_schema.VERSION,
-        "id": f"{runner.run}.{context.step}",
+        "id": f"{runner.run_id}.{context.step}",
         "components": runner.name,
         "pieces": partitions_of(runner),
         "step": context.step,
@@ -205,7 +205,7 @@ def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> S
     try:
         # Its error is kept, too, until the collective below, in which the other ranks wait for this one.
         settle()
-        saved = _saved(runner)
+        saved = _assemble_state(runner)
         shared_by = saved["shared"]
         own = {
             kind: {name: value for name, value in values.items() if name not in shared_by.get(kind, ())}
@@ -445,7 +445,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         component.state.commit()
     if loaded.step is None:
         return
-    runner.run = f"{zlib.crc32(f'{runner.run} {loaded.id}'.encode()):08x}"  # later saves need other ids
+    runner.run_id = f"{zlib.crc32(f'{runner.run_id} {loaded.id}'.encode()):08x}"  # later saves need other ids
     runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
     # After the loss scale is set, in whose units the means are.
     runner.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])

@@ -117,7 +117,7 @@ class StepRunner:
         used them yet. Set by a caller before it finishes a step."""
         recorder.begin(backend, shards)
         # 4. State between steps.
-        self.run = ""
+        self.run_id = ""
         """Identifier of the run for saved states: equal on all ranks, and new after each start and each load."""
         self.stateful_communicators = any(communicator.stateful for communicator in self.communicators)
         """True if a communicator keeps state between steps."""
@@ -221,7 +221,7 @@ class StepRunner:
         received = compare_facts(self.backend, [*self.settings, *self.facts()], beside=mine)
         self._leases.free_of_ranks = [free for free, _, _ in received]
         self._nodes = self._nodes or [node for _, _, node in received]
-        self.run = received[0][1]  # rank 0's, on all ranks
+        self.run_id = received[0][1]  # rank 0's, on all ranks
         self.channel = self._leases.acquire()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
@@ -602,9 +602,9 @@ class StepRunner:
         shared = [part for _, part in self.components if part.shared_state]
         # Stamps must agree after the broadcast, or the first step would be refused.
         context, counted = self.context, (*STAMPED, "loss_scale")
-        mine = self.run, [getattr(context, name) for name in counted], [dict(part.state) for part in shared]
+        mine = self.run_id, [getattr(context, name) for name in counted], [dict(part.state) for part in shared]
         answers = self.backend.allgather_object(mine if self.backend.rank == root else None)
-        self.run, counts, states = answers[root]
+        self.run_id, counts, states = answers[root]
         for name, count in zip(counted, counts, strict=True):
             setattr(context, name, count)
         for part, state in zip(shared, states, strict=True):

@@ -69,7 +69,7 @@ class OptimizerState(StateHandler):
     def sync(self) -> None:
         """Give every rank the state of rank 0, by the rules above."""
         runner = self.value._grace.runner
-        place = runner.run, runner.context.step
+        place = runner.run_id, runner.context.step
         runner.agree()
         if runner.outer_rounds:
             places = runner.backend.allgather_object(place)

@@ -58,7 +58,7 @@ class HorovodSession(Session):
 
     def describe_hyperparameters(self) -> list[tuple[str, str]]:
         """Return the facts to compare: hyperparameters, and the name of the state that this rank resumed from."""
-        return [*super().describe_hyperparameters(), ("gone on from what is called", self.runner.run)]
+        return [*super().describe_hyperparameters(), ("gone on from what is called", self.runner.run_id)]
 
     def _name_buckets(self) -> None:
         """Give every bucket the name under which Horovod pairs its collectives."""
@@ -91,7 +91,7 @@ class HorovodSession(Session):
         self.gradient_removed = False
         """True if a hook of the program removed a gradient."""
         self.missing_parameters = self.bucket_parameters.copy()
-        self.versions = {}
+        self.gradient_versions = {}
         self.checked = False
 
     def count_step(self) -> None:
@@ -102,7 +102,7 @@ class HorovodSession(Session):
     def on_state_loaded(self) -> None:
         """Update the digest that the next exchange compares: hyperparameters, and the state that this rank resumed
         from."""
-        self.context.hyperparameter_digest = digest((*self.hyperparameters, self.runner.run))
+        self.context.hyperparameter_digest = digest((*self.hyperparameters, self.runner.run_id))
 
     def leave_to_horovod(self, p: torch.nn.Parameter) -> bool:
         """Return True if Horovod may exchange a parameter's sparse gradient: it shares no bucket by the user's choice.
@@ -119,13 +119,13 @@ class HorovodSession(Session):
         self.mark_ready(p)
         return True
 
-    def start(self, bucket: Bucket) -> None:
+    def start_bucket(self, bucket: Bucket) -> None:
         """Begin a bucket's exchange, without the gradients that Horovod exchanges."""
         hidden = {p: p.grad for p in self.sparse}
         for p in hidden:
             p.grad = None
         try:
-            super().start(bucket)
+            super().start_bucket(bucket)
         finally:
             for p, gradient in hidden.items():
                 p.grad = gradient
@@ -142,7 +142,7 @@ class HorovodSession(Session):
                 if auto is not None and auto.holds:
                     self.held.append(bucket)
                 else:
-                    self.start(bucket)
+                    self.start_bucket(bucket)
 
     def count_sparse(self, gradient: torch.Tensor) -> None:
         """Count the bytes that the exchange of a sparse gradient sends: its indices and values, to every other rank."""
@@ -161,20 +161,20 @@ class HorovodSession(Session):
             if handle is None:  # no backward pass, or fewer than backward_passes_per_step
                 handles[p] = optimizer._allreduce_grad_async(p)
         while self.held:
-            self.start(self.held.pop(0))
+            self.start_bucket(self.held.pop(0))
         for p, (handle, _) in handles.items():
             if callable(handle):  # of a sparse gradient, for which Horovod returns a function
                 p.grad = handle()
         # Ranks begin in any order, but must finish in the same one: finishing may have collectives of its own.
         self.runner.in_flight.sort(key=lambda exchange: exchange.bucket.index)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Await the exchanges in progress, and discard their results. Every rank must call it."""
         if any(handle is not None for handle, _ in self.optimizer._handles.values()):
             self.start_remaining()
-        self.discard()
+        self.discard_started()
 
-    def discard(self) -> None:
+    def discard_started(self) -> None:
         """Await the exchanges begun, and discard their results."""
         if self.runner.in_flight:  # collectives that were started must end on all ranks
             with self.abandoning_on_error():
@@ -197,9 +197,9 @@ class HorovodSession(Session):
             if program is not None and program.sums and program.codec.layouts[0].dtype == "bfloat16":
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         try:
-            outcomes = self.write_back()
+            outcomes = self.wait_and_write_means()
         except ExchangeError:
-            self.discard()  # so that the program may continue after zero_grad()
+            self.discard_started()  # so that the program may continue after zero_grad()
             raise
         for outcome in outcomes:
             p = self.parameters[self.runner.shards[outcome.variable.name].whole.name]
@@ -295,7 +295,7 @@ class HorovodOptimizer(_DistributedOptimizer):
                 return
             if recorder.run is not None:
                 recorder.run.gradient()
-            alive.idle = False
+            alive.cleared_since_step = False
             # A hook of the program may have removed it; the tensor it stores instead is exchanged in step().
             removed = p.grad is None
             alive.gradient_removed |= removed
@@ -352,12 +352,12 @@ class HorovodOptimizer(_DistributedOptimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which backward passes only accumulate; the next pass outside starts the exchange."""
-        paused_before = self._paused  # contexts may be nested
+        before = self._paused  # contexts may be nested
         self._paused = True
         try:
             yield
         finally:
-            self._paused = paused_before
+            self._paused = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. Raise, as Horovod does, while their exchange is in progress."""

@@ -109,7 +109,7 @@ class Closable(Once):
         session: Any = self._grace
         try:
             if session is not None:
-                session.drop()
+                session.discard()
         finally:
             if session is not None:
                 detach(session)

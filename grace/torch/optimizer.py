@@ -50,28 +50,28 @@ class HookedSession(Session):
     def __init__(self, *args: Any, passes: int, **options: Any):
         super().__init__(*args, passes=passes, **options)
         self.passes = passes
-        self.paused = False
+        self.in_no_sync = False
         self.synchronized = False
-        self.counting = threading.RLock()
+        self.count_lock = threading.RLock()
         """Lock of the counts: autograd runs the hooks of each device's parameters in a thread of its own."""
-        self.number = register_session(self)
+        self.session_number = register_session(self)
         self._reset()
         for name, p in self.parameters.items():
-            self.hooks.append(p.register_post_accumulate_grad_hook(gradient_hook(self.number, name)))
+            self.hooks.append(p.register_post_accumulate_grad_hook(gradient_hook(self.session_number, name)))
 
     def _reset(self) -> None:
         """Clear the state of the current step."""
-        self.counts: dict[str, int] = {}
+        self.pass_counts: dict[str, int] = {}
         """Number of backward passes by parameter name; 0 if hooks of the program removed all gradients."""
-        self.seen: dict[str, torch.Tensor] = {}
-        self.seen_versions: dict[str, int] = {}
-        self.cleared = False
+        self.last_gradients: dict[str, torch.Tensor] = {}
+        self.last_versions: dict[str, int] = {}
+        self.replaced_outside = False
         self.in_graph: set[str] = set()
-        self.held_back = False
+        self.waits_for_graph = False
         """True if this step's exchanges start only after the compiled graph has ended."""
         self.missing_parameters = self.bucket_parameters.copy()
         self.next_bucket = 0
-        self.versions = {}
+        self.gradient_versions = {}
         self.checked = False
 
     def mark_ready_in_graph(self, name: str, gradient: torch.Tensor) -> None:
@@ -88,35 +88,35 @@ class HookedSession(Session):
         if p.grad is None:
             p.grad = gradient
         elif p.grad is not gradient:
-            self.held_back = True
+            self.waits_for_graph = True
         self.mark_ready(name, gradient)
 
     def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
         """Count a parameter's accumulated gradient, and start the buckets that it completes."""
         if recorder.run is not None:
             recorder.run.gradient()
-        with self.counting:
+        with self.count_lock:
             # The next step() must exchange this gradient, even if synchronize() has exchanged earlier ones.
-            self.synchronized = self.idle = False
+            self.synchronized = self.cleared_since_step = False
             if gradient is None:  # a hook of the program removed it; what it stores instead is exchanged in step()
-                self.counts.setdefault(name, 0)
+                self.pass_counts.setdefault(name, 0)
                 return
-            last = self.seen.get(name)
+            last = self.last_gradients.get(name)
             version = gradient._version
-            if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
-                self.cleared = True  # something other than a backward pass changed or replaced the gradient
-            self.seen[name] = gradient
-            self.seen_versions[name] = version
-            if self.paused:
+            if last is not None and (gradient is not last or version != self.last_versions[name] + 1):
+                self.replaced_outside = True  # something other than a backward pass changed or replaced the gradient
+            self.last_gradients[name] = gradient
+            self.last_versions[name] = version
+            if self.in_no_sync:
                 return
             if not self.checked:
                 self.check()
-            count = self.counts.get(name, 0) + 1
+            count = self.pass_counts.get(name, 0) + 1
             if count > self.passes:
                 if not self.buckets_of[name]:
                     return  # ranks train this variable alone: no exchange has begun
                 raise self._too_many_passes(name)
-            self.counts[name] = count
+            self.pass_counts[name] = count
             if count == self.passes:
                 missing = self.missing_parameters
                 auto = self.auto
@@ -124,7 +124,7 @@ class HookedSession(Session):
                     auto.ready(name)
                 for bucket in self.buckets_of[name]:
                     missing[bucket.index] -= 1
-                if self.held_back or (auto is not None and auto.holds):
+                if self.waits_for_graph or (auto is not None and auto.holds):
                     return
                 # All ranks start buckets in index order, so that their collectives pair.
                 while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
@@ -136,16 +136,16 @@ class HookedSession(Session):
         unscaled = self.grad_scaler is not None and self.unscaled
         for bucket in self.runner.buckets[self.next_bucket :]:
             for _, name, p, _ in self.bucket_contents[bucket.index]:
-                if self.counts.get(name) != self.passes or name in self.in_graph:
+                if self.pass_counts.get(name) != self.passes or name in self.in_graph:
                     continue
-                if unscaled or p.grad is not self.seen[name] or p.grad._version != self.seen_versions[name]:
+                if unscaled or p.grad is not self.last_gradients[name] or p.grad._version != self.last_versions[name]:
                     raise self._changed_gradient(name, CHANGED_EARLY)
 
     def _too_many_passes(self, name: str) -> ExchangeError:
         """Return the error for a gradient that was computed again after its exchange began."""
         check_unwrapped(self.parameters)  # DDP may have wrapped the model after the optimizer was made distributed
         computed = f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange has"
-        if self.cleared:
+        if self.replaced_outside:
             return ExchangeError(
                 f"{computed} begun; between the passes something else than optimizer.zero_grad() cleared or replaced "
                 "gradients (model.zero_grad()?). Call optimizer.zero_grad() instead, which also drops the exchange "
@@ -158,7 +158,7 @@ class HookedSession(Session):
 
     def _start_next(self) -> None:
         """Start the exchange of the next bucket."""
-        self.start(self.runner.buckets[self.next_bucket])
+        self.start_bucket(self.runner.buckets[self.next_bucket])
         self.next_bucket += 1
 
     def finish_exchange(self) -> None:
@@ -166,14 +166,14 @@ class HookedSession(Session):
         if self.auto is not None:
             self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
-            if self.next_bucket < len(self.runner.buckets):  # otherwise write_back() does this check first
+            if self.next_bucket < len(self.runner.buckets):  # otherwise wait_and_write_means() does this check first
                 self.check_unchanged_gradients()
                 self._check_waiting_gradients()
             if not self.checked:
                 self.check()
             while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
-            self.write_back()
+            self.wait_and_write_means()
             self._reset()
         if self.auto is not None:
             self.auto.exchanged()
@@ -193,12 +193,12 @@ class HookedSession(Session):
     def in_progress(self) -> bool:
         """True if this step's backward passes are done but not synchronized. All ranks have the same value."""
         exchanges = bool(self.runner.buckets)  # ranks that train alone have nothing to drop
-        return super().in_progress or (exchanges and self.passes in self.counts.values() and not self.synchronized)
+        return super().in_progress or (exchanges and self.passes in self.pass_counts.values() and not self.synchronized)
 
     @property
     def computed(self) -> bool:
         """True if gradients were computed since the last exchange."""
-        return bool(self.counts)
+        return bool(self.pass_counts)
 
     def synchronize_once(self) -> None:
         """Synchronize before ``step()``, unless the user has synchronized since the last step."""
@@ -206,13 +206,13 @@ class HookedSession(Session):
         if not self.synchronized:
             self.finish_exchange()
         self.synchronized = False
-        if self.unused is not None:
+        if self.unused_means is not None:
             self.commit_used_means()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Await the exchanges in progress, and discard their results. Every rank must call it."""
         # Every rank that has run its backward passes completes all buckets, started or not: collectives must pair.
-        if self.passes in self.counts.values() and not self.synchronized:
+        if self.passes in self.pass_counts.values() and not self.synchronized:
             while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
             with self.abandoning_on_error():
@@ -244,12 +244,12 @@ class DistributedMixin(Closable, StateMixin):
     def no_sync(self) -> Iterator[None]:
         """Return a context in which backward passes only accumulate; the next pass outside starts the exchange."""
         session = self._grace
-        paused_before = session.paused  # contexts may be nested
-        session.paused = True
+        before = session.in_no_sync  # contexts may be nested
+        session.in_no_sync = True
         try:
             yield
         finally:
-            session.paused = paused_before
+            session.in_no_sync = before
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -288,7 +288,7 @@ class DistributedMixin(Closable, StateMixin):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. An exchange in progress is completed and its result is dropped."""
         # First, because the buckets that are left start here, and read the gradients.
-        self._grace.drop()
+        self._grace.discard()
         self._grace.on_zero_grad()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 

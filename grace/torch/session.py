@@ -133,7 +133,7 @@ class Session:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         """Parameters of the optimizer that require no gradients, by name."""
-        self.narrow: dict[str, torch.Tensor] = {}
+        self.not_float64: dict[str, torch.Tensor] = {}
         """Exchanged parameters whose dtype is narrower than float64, by name."""
         self.shapes: list[torch.Size] = []
         """Shapes of the parameters, in order, which buffers and fused codecs were made for."""
@@ -153,13 +153,13 @@ class Session:
         self._index_buckets()
         # 5. The step in progress.
         self.checked = False
-        self.idle = False
+        self.cleared_since_step = False
         """True if gradients were cleared and the optimizer was not used since."""
-        self.versions: dict[int, tuple[list[torch.Tensor | None], list[int]]] = {}
+        self.gradient_versions: dict[int, tuple[list[torch.Tensor | None], list[int]]] = {}
         """Gradients of each bucket whose exchange has begun, and their versions at that time."""
-        self.written: dict[str, torch.Tensor] = {}
+        self.output_views: dict[str, torch.Tensor] = {}
         """Views of gradients that aggregates are written into directly, by variable."""
-        self.unused: UnusedMeans | None = None
+        self.unused_means: UnusedMeans | None = None
         recorder.note(updates_follow=True)
         # 6. All ranks start with equal parameters.
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
@@ -257,7 +257,7 @@ class Session:
         variables = make_variables(own, sparse, sharded)
         start.update(initial_tensors(optimizer, named_parameters))
         untrained = parameters_in(optimizer) - set(own.values())
-        self.narrow = {name: p for name, p in own.items() if p.dtype is not torch.float64}
+        self.not_float64 = {name: p for name, p in own.items() if p.dtype is not torch.float64}
         self.shapes = [p.shape for p in own.values()]
         self.frozen = {name: p for name, p in start.items() if p in untrained}
         if self.settings.broadcast:
@@ -321,7 +321,7 @@ class Session:
                     "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
                     "make the optimizer distributed anew"
                 )
-        for name, p in self.narrow.items():
+        for name, p in self.not_float64.items():
             if p.dtype is torch.float64:
                 raise ConfigError(
                     f"the parameter {name!r} is float64 now, and was not when the optimizer was made distributed, "
@@ -364,7 +364,7 @@ class Session:
             ExchangeError: a gradient was changed after its exchange began.
         """
         unscaled = self.grad_scaler is not None and self.unscaled
-        for index, (held, versions) in self.versions.items():
+        for index, (held, versions) in self.gradient_versions.items():
             for (_, name, p, _), gradient, version in zip(self.bucket_contents[index], held, versions, strict=True):
                 if gradient is None:
                     continue
@@ -480,11 +480,11 @@ class Session:
     # -- gradients in ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, bucket: Bucket) -> None:
+    def start_bucket(self, bucket: Bucket) -> None:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
-        if self.unused is not None:
-            self._commit_unused(self.unused.find_replaced())
-        if self.grad_scaler is not None and not self.versions and self.grad_scaler.is_enabled():
+        if self.unused_means is not None:
+            self._commit_unused(self.unused_means.find_replaced())
+        if self.grad_scaler is not None and not self.gradient_versions and self.grad_scaler.is_enabled():
             self.runner.rescale(self.grad_scaler.get_scale())  # once a step, at its first bucket
         gradients = list[Gradient]()
         held = list[torch.Tensor | None]()
@@ -501,7 +501,10 @@ class Session:
                 gradient = p.grad  # dense_gradient may have replaced it by a dense one
             held.append(gradient)
             versions.append(0 if gradient is None else gradient._version)
-        self.versions[bucket.index] = held, versions  # to notice gradients that are changed before the means arrive
+        self.gradient_versions[bucket.index] = (
+            held,
+            versions,
+        )  # to notice gradients that are changed before the means arrive
         with self.abandoning_on_error():
             self.runner.start_round_trip(bucket, gradients, [gradient is not None for gradient in held])
 
@@ -527,14 +530,14 @@ class Session:
     # rolled back for the parameters that are named in brackets, by what the program does next:
     #     step()                                commit_used_means    (those whose gradient is None by now)
     #     zero_grad()                           on_zero_grad         (all)
-    #     backward() and another exchange       start                (those whose gradient is another tensor by now)
+    #     backward() and another exchange       start_bucket         (those whose gradient is another tensor by now)
     #     synchronize() again                   deferring_commit     (the same)
 
     @contextlib.contextmanager
     def deferring_commit(self) -> Iterator[None]:
         """Return a context in which means are exchanged that no ``step()`` uses yet; state is committed later."""
-        if self.unused is not None:
-            self._commit_unused(self.unused.find_replaced())
+        if self.unused_means is not None:
+            self._commit_unused(self.unused_means.find_replaced())
         waits = self.runner.stateful or self.runner.delayed
         self.runner.waits_for_step = waits
         try:
@@ -543,32 +546,32 @@ class Session:
             self.runner.waits_for_step = False
             raise
         if waits:
-            self.unused = UnusedMeans(self.parameters)
+            self.unused_means = UnusedMeans(self.parameters)
 
     def commit_used_means(self) -> None:
         """Commit the state that the unused means changed: a ``step()`` uses the gradients that exist now."""
-        if self.unused is not None:
-            self._commit_unused(self.unused.find_cleared())
+        if self.unused_means is not None:
+            self._commit_unused(self.unused_means.find_cleared())
 
     def _commit_unused(self, discarded: Iterable[str]) -> None:
         """Commit the state that the unused means changed; roll it back for parameters whose means were discarded."""
         self.runner.commit_waiting(discarded)
-        self.unused = None
+        self.unused_means = None
 
     # -- means out -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write_back(self) -> list[Outcome]:
+    def wait_and_write_means(self) -> list[Outcome]:
         """Await the exchanges begun, and write their means into ``p.grad``."""
         self.check_unchanged_gradients()  # before the means overwrite them
         with self.abandoning_on_error():
             outcomes = self.runner.finish_step(self._output_views)
         rows = self._local_rows() if self.partly_exchanged else {}
-        written = self.written
+        views = self.output_views
         in_place = all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
             value = outcome.value
-            if in_place and value is not None and written.get(outcome.variable.name) is value:
+            if in_place and value is not None and views.get(outcome.variable.name) is value:
                 continue  # the aggregate was written into p.grad already
             shard = self.runner.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
@@ -585,8 +588,8 @@ class Session:
             numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in parts])
             values = torch.cat([slices.values.to(p.dtype) for slices in parts])
             p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape, check_invariants=False)
-        self.versions = {}
-        self.written = {}
+        self.gradient_versions = {}
+        self.output_views = {}
         return outcomes
 
     def _local_rows(self) -> dict[str, list[SparseRows]]:
@@ -602,7 +605,7 @@ class Session:
 
     def _write(self, shard: Shard, p: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Write a shard's mean into ``p.grad``, times its factor."""
-        view = self.written.get(shard.variable.name)
+        view = self.output_views.get(shard.variable.name)
         if value is not view:
             if p.grad is None:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
@@ -624,7 +627,7 @@ class Session:
     def count_step(self) -> None:
         """Update the counters and the digest of hyperparameters that the next exchange compares. Called after
         ``step()``."""
-        self.idle = False
+        self.cleared_since_step = False
         if self.grad_scaler is not None and self.outer_rounds is not None:
             return  # ranks that train alone skip different steps: iterations are compared, and not updates
         self.context.updates += 1
@@ -641,11 +644,11 @@ class Session:
     def on_zero_grad(self) -> None:
         """Handle that gradients were cleared: roll back the changes of discarded means, and count steps that are left
         out."""
-        if self.unused is not None:
+        if self.unused_means is not None:
             self._commit_unused(self.parameters)  # a delayed mean may not have arrived, so that it has no gradient
-        if self.idle and self.context.updates:  # cleared twice without a step: this rank left a batch out
+        if self.cleared_since_step and self.context.updates:  # cleared twice without a step: this rank left a batch out
             self.context.cleared += 1
-        self.idle = True
+        self.cleared_since_step = True
 
     # -- parameters that ranks train alone -------------------------------------------------------------
 
@@ -782,7 +785,7 @@ class Session:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this
         rank; None for all others."""
         exact = bucket.communicator.compressor.traits.exact
-        written = self.written
+        views = self.output_views
         outs: list[torch.Tensor | None] = []
         for shard, _, p, dense in self.bucket_contents[bucket.index]:
             view = p.grad
@@ -790,7 +793,7 @@ class Session:
                 view = shard.slice_of(view) if view.layout is torch.strided else None
             if view is not None and view.is_contiguous() and (exact or view.dtype is torch.float32):
                 outs.append(view)
-                written[shard.variable.name] = view
+                views[shard.variable.name] = view
             else:
                 outs.append(None)
         return outs

@@ -145,7 +145,7 @@ class Run:
     def bits(self):
         context = self.session.context
         variables = [np.asarray(v).tobytes() for v in self.model.optimizer.variables]
-        return raw(self.state()), variables, context.step, context.loss_scale, self.session.runner.run
+        return raw(self.state()), variables, context.step, context.loss_scale, self.session.runner.run_id
 
     def tried(self, entry, memory="strict"):
         load = partial(self.model.optimizer.load_state, memory=memory)

@@ -64,7 +64,7 @@ class Run:
     def bits(self):
         """Of everything that loading changes."""
         runner = self.optimizer._grace.runner
-        counters = runner.context.step, runner.context.loss_scale, runner.run, self.optimizer.param_groups
+        counters = runner.context.step, runner.context.loss_scale, runner.run_id, self.optimizer.param_groups
         pending = [dict(step) for step in runner.pending()]
         states = [part.state.committed for part in self.parts]
         return raw([states, pending, list(self.optimizer.state.values())]), counters

@@ -145,7 +145,7 @@ class Gradients:
             **chosen,
         )
         # hooks would exchange the gradients of single micro-batches, before they are scaled
-        self._session.paused = True
+        self._session.in_no_sync = True
         self._exchange_before_unscaling()
 
     def _exchange_before_unscaling(self) -> None:

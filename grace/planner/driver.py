@@ -392,5 +392,5 @@ def build_driver(
 
     planner = planning.Planning(request, backend, runner.node_names, runner.variables, adaptive)
     driver = Driver(planner, backend, start, switch, print_line, request.options.replan)
-    runner.planned = driver.document
+    runner.callbacks.planned = driver.document
     return driver

@@ -65,7 +65,7 @@ def _assemble_state(runner: StepRunner) -> SavedState:
     # Delayed round trips must end before the state is read: they may still change a destination's memory.
     pending = runner.pending()
     _check_saveable(runner)
-    plan = runner.planned()
+    plan = runner.callbacks.planned()
     return {
         "version": state_schema.VERSION,
         "id": f"{runner.run_id}.{context.step}",

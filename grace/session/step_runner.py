@@ -4,7 +4,7 @@ import contextlib
 import copy
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
 from grace.communicators import Allreduce, ReduceBroadcast
@@ -37,6 +37,24 @@ class CarriedOver(Component):
     """Owner of means that an earlier run or plan still had to apply, by shard."""
 
     kind = "carried_over"
+
+
+@dataclass
+class SessionCallbacks:
+    """Functions of a session that its runner calls. The runner of a new plan takes them over.
+
+    Attributes:
+        hyperparameters: returns the hyperparameters of the last step, as facts; the context has their digest.
+        planned: returns the document of the planner's choice, for checkpoints; empty if the user chose.
+        follows_scaler: returns True if :meth:`StepRunner.rescale` is called at each step, with the loss scale of a
+            gradient scaler.
+        computing: returns the context that delayed round trips compute in.
+    """
+
+    hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
+    planned: Callable[[], str] = str
+    follows_scaler: Callable[[], bool] = bool
+    computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 class StepRunner:
@@ -139,14 +157,7 @@ class StepRunner:
         """Number of first steps that are exchanged uncompressed, unless a strategy sets it."""
         self.part = ""
         """Name of the parts that this rank has if parameters are sharded, for checkpoints."""
-        self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
-        """Returns the hyperparameters of the last step, as facts; the context has their digest."""
-        self.planned: Callable[[], str] = str
-        """Returns the document of the planner's choice, for checkpoints; empty if the user chose."""
-        self.follows_scaler: Callable[[], bool] = bool
-        """Returns True if :meth:`rescale` is called at each step, with the loss scale of a gradient scaler."""
-        self.computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        """The context that delayed round trips compute in."""
+        self.callbacks = SessionCallbacks()
         self.resolve: Callable[[Sequence[AnyRoundTrip]], None] = resolve
         """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
 
@@ -279,7 +290,9 @@ class StepRunner:
         if self._thread is None:
             backend = self._leases.acquire(another=True)
             # Read at each call, since a session sets it after it has made this runner.
-            self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps, self.backend)
+            self._thread = ExchangeThread(
+                backend, lambda: self.callbacks.computing(), self.check_step_stamps, self.backend
+            )
         return self._thread
 
     def facts(self) -> list[tuple[str, str]]:
@@ -322,7 +335,7 @@ class StepRunner:
             return HierarchicalRoundTrip(contribution, self.hierarchy)
         if bucket.communicator.delayed:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
-            facts = list(self.hyperparameters()) if bucket.carries_stamps else ()
+            facts = list(self.callbacks.hyperparameters()) if bucket.carries_stamps else ()
             return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
         return round_trip_of(contribution)
 
@@ -365,7 +378,7 @@ class StepRunner:
         resolve(trips)
         for trip in trips:
             if trip.header.hyperparameters_differ:
-                mine = self.hyperparameters() if hyperparameters is None else hyperparameters
+                mine = self.callbacks.hyperparameters() if hyperparameters is None else hyperparameters
                 # All ranks have read the same headers, so all of them run this collective.
                 facts = backend.allgather_object(list(mine))
                 raise StepError(first_difference(facts, *DRIFTED, number_of=backend.number_of))
@@ -428,7 +441,7 @@ class StepRunner:
         self.carried_over.clear()
         self.carried_over.commit()
         for step in steps:
-            if self.follows_scaler() and any(map(_overflowed, step.values())):
+            if self.callbacks.follows_scaler() and any(map(_overflowed, step.values())):
                 continue  # it would skip all of this step
             self.carry_over({name: value for name, value in step.items() if name not in delayed})
 
@@ -630,7 +643,7 @@ class StepRunner:
         """Prepare for the next step after state was loaded, in the units of the context's loss scale. Without a
         gradient scaler it is rescaled to a loss scale of 1."""
         loaded = self.context.loss_scale
-        if not self.follows_scaler():
+        if not self.callbacks.follows_scaler():
             self.rescale(1.0)
         for communicator in self.communicators:
             communicator.on_resume(1.0 if self.outer_rounds.exchanges_drifts_by(communicator) else loaded)

@@ -21,9 +21,6 @@ from grace.session.sharding import Shard, make_buckets
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 
-FOLLOWED = ("hyperparameters", "part", "planned", "follows_scaler", "computing", "warned_own_state", "traffic")
-"""Attributes that a runner takes over from the former one, besides those that checkpoints hold."""
-
 
 def switch_plan(
     former: StepRunner,
@@ -88,8 +85,11 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
         check,
         compress_after=former.compress_after,
     )
-    for name in FOLLOWED:
-        setattr(made, name, getattr(former, name))
+    # What checkpoints do not hold.
+    made.callbacks = former.callbacks
+    made.part = former.part
+    made.warned_own_state = former.warned_own_state
+    made.traffic = former.traffic
     if former.outer_rounds:
         for name in ("read", "write", "read_buffers", "write_buffers"):
             setattr(made.outer_rounds, name, getattr(former.outer_rounds, name))

@@ -136,7 +136,7 @@ class Session:
         self.plan = plan
         self.medium = medium_of(runner)
         self._function = None  # traced for the former runner
-        runner.computing = self.medium.computing
+        runner.callbacks.computing = self.medium.computing
         self.needs_lr = any(communicator.memory.needs_lr for communicator in runner.communicators)
         self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
         for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs

@@ -98,7 +98,8 @@ class StepSession(Session):
         self.names = names
         assert self.plan is not None
         self.use_runner(runner, self.plan)
-        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]  # for errors about ranks that differ
+        # For errors about ranks that differ.
+        runner.callbacks.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
         self.auto = driver_of(self) if self.auto_request else None
         if self.saved is None:  # another rank may have loaded a checkpoint: all refuse together
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")

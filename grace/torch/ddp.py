@@ -167,7 +167,7 @@ class DDPState(PythonReducerMixin):
         self.optimizer = optimizer
         self.grad_scaler = grad_scaler
         self.limits = bucket_limits(runner, bucket_bytes)
-        runner.follows_scaler = partial(scaler_enabled, grad_scaler)
+        runner.callbacks.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
         self.trips: list[RoundTrip | HierarchicalRoundTrip] = []
@@ -192,7 +192,7 @@ class DDPState(PythonReducerMixin):
         self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))
         self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
-        runner.hyperparameters = self._describe_hyperparameters
+        runner.callbacks.hyperparameters = self._describe_hyperparameters
         runner.context.lr = self.lr
 
     def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
@@ -390,7 +390,7 @@ class DDPState(PythonReducerMixin):
         check_momentum(self.momenta, self.optimizer, later=True)  # a schedule may have switched it on
         self._count_updates()
         self.open = True
-        if self.grad_scaler is not None and self.runner.follows_scaler():
+        if self.grad_scaler is not None and self.runner.callbacks.follows_scaler():
             self.runner.rescale(self.grad_scaler.get_scale())
 
     def _has_state(self) -> bool:

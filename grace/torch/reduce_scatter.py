@@ -67,7 +67,7 @@ class ReduceScatterState(ShardGroupState):
         super().__init__(layouts, runner)
         self.grad_scaler = grad_scaler
         self.stateful_parts = list(self.communicator.stateful_parts.values())
-        runner.follows_scaler = partial(scaler_enabled, grad_scaler)
+        runner.callbacks.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.hops = two_hops(self.backend, runner.node_names())
         self.peers: Backend = self.backend if self.hops is None else self.hops.peers
         """Backend over the ranks that compressed parts are exchanged with."""
@@ -222,7 +222,7 @@ class ReduceScatterState(ShardGroupState):
             )
         if name in self.seen:  # a module's second gradients begin another step
             self.close_step()
-        if not self.seen and self.grad_scaler is not None and self.runner.follows_scaler():
+        if not self.seen and self.grad_scaler is not None and self.runner.callbacks.follows_scaler():
             self.runner.rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
         self.uses.record_exchange(self.trained[name])

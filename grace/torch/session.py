@@ -210,8 +210,8 @@ class Session:
         except BaseException:
             runner.close()
             raise
-        runner.follows_scaler = partial(scaler_enabled, self.grad_scaler)
-        runner.hyperparameters = WeakCall(self.describe_hyperparameters, otherwise=())
+        runner.callbacks.follows_scaler = partial(scaler_enabled, self.grad_scaler)
+        runner.callbacks.hyperparameters = WeakCall(self.describe_hyperparameters, otherwise=())
         return runner
 
     def describe_hyperparameters(self) -> list[tuple[str, str]]:
@@ -620,7 +620,7 @@ class Session:
         the mean."""
         if shard.axis is None or p.grad is None or p.grad.layout is not torch.strided:
             # GradScaler raises if it finds no gradient at all
-            p.grad = torch.zeros_like(p) if self.runner.follows_scaler() else None
+            p.grad = torch.zeros_like(p) if self.runner.callbacks.follows_scaler() else None
         else:
             shard.slice_of(p.grad).zero_()
 

@@ -200,7 +200,7 @@ def in_fragments(folder):
         model = net()
         optimizer = distributed(model, strategy=IN_FRAGMENTS)
         runner = optimizer._grace.runner
-        runner.computing = held
+        runner.callbacks.computing = held
         for step in range(8):
             train(model, optimizer, range(step, step + 1))
             fragment = runner.outer_rounds.fragments[step // 4]

@@ -59,7 +59,7 @@ def resumed(before, after, method, everyone):
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(copied(saved))
     scale = second.optimizer._grace.context.loss_scale
-    assert scale == (before if second.optimizer._grace.runner.follows_scaler() else 1.0)
+    assert scale == (before if second.optimizer._grace.runner.callbacks.follows_scaler() else 1.0)
     second.train(range(STOP, END))
     return weights(second.model), digest(weights(second.model))
 

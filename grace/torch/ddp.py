@@ -705,6 +705,13 @@ def register_ddp_hook(
     model = unwrap_compiled(model)
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         if isinstance(model, torch.nn.Module):
+            inside = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+            if inside:
+                raise ConfigError(
+                    f"register_ddp_hook needs a DistributedDataParallel model itself, and this {type(model).__name__} "
+                    f"holds one as {inside[0]!r}: call register_ddp_hook(model.{inside[0]}, ...), once for each such "
+                    "model"
+                )
             check_not_sharded(dict(model.named_parameters()))
             check_unwrapped(dict(model.named_parameters()))
         raise ConfigError(

@@ -143,6 +143,11 @@ def hook_a_plain_model(model, optimizer):
     grace.torch.register_ddp_hook(model)
 
 
+def hook_a_holder_of_models(model, optimizer):
+    inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    grace.torch.register_ddp_hook(torch.nn.ModuleDict({"critic": inner}))
+
+
 def exchange_complex_numbers(model, optimizer):
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     grace.DistributedOptimizer(sgd([p]), [("spin", p)])
@@ -210,6 +215,7 @@ def give_a_memory_as_compressor(model, optimizer):
         (wrap_twice, "distributed already"),
         (add_a_group, "before grace.DistributedOptimizer"),
         (hook_a_plain_model, "needs a DistributedDataParallel model, not Net"),
+        (hook_a_holder_of_models, "this ModuleDict holds one as 'critic': call register_ddp_hook(model.critic, ...)"),
         (exchange_complex_numbers, "'spin' is torch.complex64"),
         (exchange_complex_numbers, "DistributedDataParallel without a hook takes complex ones"),
         (leave_a_layer_lazy, "Run a forward pass first"),

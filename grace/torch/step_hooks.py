@@ -44,8 +44,14 @@ def around_steps(
         """Return a torch hook that calls one of Grace's, with True at an inner level of ``step()``."""
         return torch.compiler.disable(lambda _, args, kwargs: call(outer(), args, kwargs, within_step(ids)))
 
+    registries: list[object] = []
     for member in family:
         _install_step_hooks(member)
+        # A wrapper may have no hooks of its own, but those of the optimizer inside it, as Lightning Fabric's has.
+        registry = member._optimizer_step_post_hooks
+        if any(registry is other for other in registries):
+            continue
+        registries.append(registry)
         if before is not None:
             handles.append(member.register_step_pre_hook(hook(before)))
         if after is not None:

@@ -86,6 +86,20 @@ class Lookahead(torch.optim.Optimizer):
         self.base.zero_grad(set_to_none)
 
 
+class Delegating:
+    """Around another optimizer, of whose class it is and whose attributes it passes on (Lightning Fabric's)."""
+
+    def __init__(self, base):
+        self._base = base
+        self.__class__ = type("Delegating", (Delegating, type(base)), {})
+
+    def step(self, closure=None):
+        return self._base.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self._base, name)
+
+
 class Sharp(torch.optim.Optimizer):
     """Two backward passes a step, the second one away from the weights (SAM); the other optimizer makes the step."""
 
@@ -110,6 +124,10 @@ class Sharp(torch.optim.Optimizer):
 
 def lookahead(parameters):
     return Lookahead(torch.optim.SGD(parameters, lr=0.05))
+
+
+def delegating(parameters):
+    return Delegating(torch.optim.SGD(parameters, lr=0.05))
 
 
 def sharp(parameters):
@@ -199,6 +217,7 @@ def test_each_step_is_exchanged_once_whatever_is_around_it(engine):
             found[f"a parent made on ranks {ranks}, {op}"] = compared(levels(ranks), op=op)
     for schedule in (False, True):
         found[f"Lookahead, scheduler: {schedule}"] = compared(lookahead, schedule=schedule)
+    found["a wrapper without hooks of its own"] = compared(delegating)
     found["a step of its own"] = compared(with_its_own_step)
     exchanges, weights = compared(sharp, in_two_steps)
     found["SAM"] = exchanges - STEPS, weights  # what the first of the two brings is dropped
@@ -217,17 +236,18 @@ def test_gradients_that_a_hook_took_are_not_exchanged_and_what_the_program_puts_
 # -- DDP's hook and FSDP's --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["levels", "around"])
+@pytest.mark.parametrize("kind", ["levels", "around", "delegating"])
 @on_ranks(2)
 def test_ddps_hook_counts_one_step_for_a_step(kind):
     """Training whose optimizer is given to the hook; its state may be saved after each step."""
     model = net()
-    optimizer = levels([0])(model.parameters()) if kind == "levels" else lookahead(model.parameters())
+    kinds = {"levels": levels([0]), "around": lookahead, "delegating": delegating}
+    optimizer = kinds[kind](model.parameters())
     wrapped = ddp(model)
     state = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)", optimizer=optimizer)
     for step in range(STEPS):
         usual(wrapped, optimizer, loss_of, step)
-        assert state.state_dict()["step"] == step + 1
+        assert state.state_dict()["step"] == state.context.updates == step + 1
     return digest(weights(model))
 
 

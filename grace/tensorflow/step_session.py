@@ -176,12 +176,14 @@ class StepSession(Session):
         if variable.sparse:
             if gradient is None:
                 return SparseRows(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
+            rows_shape = [None, *variable.shape[1:]]
             if not isinstance(gradient, tf.IndexedSlices):
-                return SparseRows(gradient, tf.range(variable.shape[0], dtype=tf.int64))
-            return SparseRows(gradient.values, tf.cast(gradient.indices, tf.int64))
+                rows = tf.range(variable.shape[0], dtype=tf.int64)
+                return SparseRows(_of_shape(gradient, variable.shape, variable), rows)
+            return SparseRows(_of_shape(gradient.values, rows_shape, variable), tf.cast(gradient.indices, tf.int64))
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
-        return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
+        return tf.cast(_of_shape(gradient, variable.shape, variable), variable.dtype)
 
     def _to_means(self, outcomes: list[Pair]) -> list[Mean]:
         return [
@@ -195,3 +197,19 @@ class StepSession(Session):
             values = tf.cast(value.values, variable.dtype)
             return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
         return tf.cast(value, variable.dtype), found
+
+
+def _of_shape(gradient: "tf.Tensor | tf.IndexedSlices", shape: Sequence[int | None], variable: Variable) -> tf.Tensor:
+    """Return a gradient as a dense tensor, whose shape must be that of its variable.
+
+    Raises:
+        ConfigError: the shape is another one. If a graph knows it only when it runs, the graph raises.
+    """
+    tensor = tf.convert_to_tensor(gradient)
+    # Kernels read as many numbers as the variable has, behind the end of a smaller tensor too.
+    if not tensor.shape.is_compatible_with(shape):
+        raise ConfigError(
+            f"the gradient of {variable.name!r} has the shape {tensor.shape}, and the variable {variable.shape}: give "
+            "each variable its own gradient"
+        )
+    return tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, shape)

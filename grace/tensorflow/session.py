@@ -273,8 +273,12 @@ class Session:
 
     @tf.autograph.experimental.do_not_convert
     def take_anchors(self) -> None:
-        """Take the variables that ranks train alone for anchors, eagerly or in a graph. Called before an update."""
-        self._act(lambda rounds: not rounds.has_anchors, OuterRounds.take_anchors)
+        """Take the variables that ranks train alone for anchors, eagerly or in a graph. Called before an update.
+
+        Raises:
+            ExchangeError: variables are the anchors now.
+        """
+        self._act(OuterRounds.needs_anchors, OuterRounds.take_anchors)
 
     @tf.autograph.experimental.do_not_convert
     def run_rounds(self) -> None:

@@ -207,6 +207,26 @@ def test_rounds_come_after_the_step_that_ends_an_accumulation():
 
 
 @both_ways
+@on_mpi
+def test_a_step_under_the_anchor_is_refused_and_a_last_round_leaves_it(graph):
+    w = tf.Variable([0.0])
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0), outer="none", period=10)
+    run = traced(lambda g: optimizer.apply_gradients([(g, w)]), graph)
+    run(tf.constant([1.0 + 2 * grace.rank()]))
+    with (
+        optimizer.anchor(),
+        pytest.raises((grace.ExchangeError, tf.errors.OpError), match="a step under .* would be undone"),
+    ):
+        run(tf.constant([1.0]))
+    assert w.numpy() == [-1.0 - 2 * grace.rank()]
+    with optimizer.anchor():
+        assert w.numpy() == [0.0]
+        optimizer.flush()
+        assert w.numpy() == [-2.0]
+    assert w.numpy() == [-2.0]
+
+
+@both_ways
 @on_both
 def test_a_rank_that_was_not_finite_once_trains_on_from_the_anchor(graph):
     """With the moments and the average of its weights; the round is dropped on all ranks."""

@@ -193,10 +193,14 @@ class OuterRounds:
             raise ExchangeError("a step under `with optimizer.anchor():` would be undone: step outside of it")
         return not self.has_anchors
 
-    def take_anchors(self) -> None:
-        """Take the parameters for anchors, before the first step changes them, where none were loaded."""
+    def take_anchors(self, anew: bool = False) -> None:
+        """Take the parameters for anchors, before the first step changes them, where none were loaded.
+
+        Args:
+            anew: True to replace the anchors that there are by parameters that all ranks have equal.
+        """
         for shard in self.shards:
-            if shard.variable.name not in self.anchors.state:
+            if anew or shard.variable.name not in self.anchors.state:
                 self._keep(shard, _copy(self.read(shard), _wide(shard)))
         self.anchors.state.commit()
         self.has_anchors = True

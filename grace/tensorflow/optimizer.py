@@ -107,6 +107,8 @@ class DistributedMixin(Once):
     learning_rate: "tf.Tensor | keras.Variable"
     iterations: "tf.Tensor | keras.Variable"
     _trainable_variables: "list[keras.Variable]"
+    use_ema: bool
+    _model_variables_moving_average: "list[keras.Variable | None]"
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[TapeGradient, AnyVariable]]) -> "tf.Variable":
@@ -265,6 +267,21 @@ class DistributedMixin(Once):
         for variable in variables:
             if _key(variable) in self._step.found:
                 self._update_if_found(variable, functools.partial(parent._apply_weight_decay, [variable]))
+
+    def finalize_variable_values(self, var_list: "Sequence[keras.Variable]") -> None:
+        """Overwrite the variables by Keras's moving averages, with ``use_ema``. Keras's ``model.fit`` calls it at its
+        end.
+
+        Ranks that train alone have averages of their own. So with outer rounds a last one runs, and the variables become
+        the means of all ranks' averages; every rank must call it, after as many iterations.
+        """
+        finish = functools.partial(super().finalize_variable_values, var_list)  # type: ignore[misc]
+        runner = self._grace.runner
+        if runner is None or not runner.outer_rounds or not self.use_ema:
+            finish()
+            return
+        averages = [average for average in self._model_variables_moving_average if average is not None]
+        self._grace.finish_alone(averages, finish)
 
     def close(self) -> None:
         """End the exchange, and make this the plain optimizer again that it was, with its momenta and settings.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import keras
 import tensorflow as tf
 
 from grace.backends.runtime import check_group, current
@@ -48,6 +49,14 @@ def summed(backend: Backend, tensor: tf.Tensor, label: str) -> tf.Tensor:
     if horovod is not None:
         return horovod.run_allreduce(tensor, label)
     return _on_host(lambda own: backend.allreduce(tf.identity(own)).wait(), tensor)
+
+
+def assign_means(backend: Backend, variables: "Sequence[keras.Variable]", label: str) -> None:
+    """Give every rank the means over ranks of variables, in place, eagerly."""
+    for i, variable in enumerate(variables):
+        wide = tf.cast(tf.reshape(variable.value, [-1]), tf.float64)
+        total = summed(backend, wide, f"{label}.{i}")
+        variable.assign(tf.cast(tf.reshape(total / backend.size, variable.shape), variable.dtype))
 
 
 def largest(backend: Backend, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:

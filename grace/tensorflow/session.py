@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,7 +35,7 @@ from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.reductions import largest, summed
+from grace.tensorflow.reductions import assign_means, largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
 from grace.tensorflow.sharding import Gradient, Mean, cut, put
 from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
@@ -351,6 +352,21 @@ class Session:
         if self.runner is not None:
             with self.medium.computing():
                 self.runner.outer_rounds.flush()
+
+    def finish_alone(self, averages: "Sequence[keras.Variable]", finish: Callable[[], None]) -> None:
+        """Run a last round, and take for anchors what variables become by moving averages, which each rank keeps of its
+        own. The averages become their means over ranks first.
+
+        Args:
+            averages: the moving averages.
+            finish: overwrites variables by the averages.
+        """
+        self.flush()
+        assign_means(self.backend, averages, f"{self.label}.averages")
+        finish()
+        assert self.runner is not None
+        with self.medium.computing():
+            self.runner.outer_rounds.take_anchors(anew=True)
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:

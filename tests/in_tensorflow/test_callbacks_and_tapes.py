@@ -97,6 +97,30 @@ def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(tmp_
     return found["epoch"], last
 
 
+def averaging():
+    """A model of ranks that train alone, whose optimizer keeps moving averages."""
+    model = network()
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    model.compile(grace.DistributedOptimizer(optimizer, outer="none", period=3), LOSS)
+    return model
+
+
+@on_mpi
+def test_a_fit_with_anchors_ends_with_the_mean_of_the_ranks_averages():
+    model = averaging()
+    averages = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            averages[:] = [average.numpy() for average in model.optimizer._model_variables_moving_average]
+
+    fit(model, range(2), [grace.tensorflow.AnchorCallback(), Look()])
+    for got, a, b in zip(model.trainable_variables, *grace.allgather_object(averages), strict=True):
+        np.testing.assert_allclose(got, (a + b) / 2, rtol=1e-5, atol=1e-7)
+        assert not np.array_equal(a, b)
+    return digest(model.trainable_variables)
+
+
 def test_anchors_want_a_distributed_optimizer():
     model = network()
     model.compile(keras.optimizers.SGD(0.1), LOSS)

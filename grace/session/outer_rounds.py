@@ -299,6 +299,11 @@ class OuterRounds:
             self.write(shard, own[shard.variable.name])
         self.write_buffers(buffers)
 
+    def changed_at_anchor(self) -> list[str]:
+        """Return the names of shards that are not the anchors any more, in the context of :meth:`at_anchor`, whose end
+        will undo the change."""
+        return [shard.variable.name for shard in self.shards if self.anchored and not self._at_anchor(shard)]
+
     @property
     def anchored(self) -> bool:
         """True in the context of :meth:`at_anchor`."""

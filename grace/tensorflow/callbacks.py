@@ -229,16 +229,24 @@ class AnchorCallback(keras.callbacks.Callback):
         self._enter()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Return to this rank's variables after an evaluation."""
-        self._anchored.close()
+        """Return to this rank's variables after an evaluation.
+
+        Raises:
+            ConfigError: another callback has changed the variables meanwhile.
+        """
+        self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Take the anchors, which later callbacks save."""
         self._enter()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Return to this rank's variables, which training goes on with."""
-        self._anchored.close()
+        """Return to this rank's variables, which training goes on with.
+
+        Raises:
+            ConfigError: another callback has changed the variables meanwhile.
+        """
+        self._leave()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Run a last round."""
@@ -249,3 +257,8 @@ class AnchorCallback(keras.callbacks.Callback):
     def _enter(self) -> None:
         for optimizer in distributed_in(self.model.optimizer):
             self._anchored.enter_context(optimizer.anchor())
+
+    def _leave(self) -> None:
+        with self._anchored:
+            for optimizer in distributed_in(self.model.optimizer):
+                optimizer._grace.check_anchors()

@@ -377,6 +377,20 @@ class Session:
         with self.runner.outer_rounds.at_anchor():
             yield
 
+    def check_anchors(self) -> None:
+        """Raise if variables were changed in the context of :meth:`at_anchor`, whose end would undo it.
+
+        Raises:
+            ConfigError: variables were changed.
+        """
+        changed = [] if self.runner is None else self.runner.outer_rounds.changed_at_anchor()
+        if changed:
+            raise ConfigError(
+                f"{changed[0]!r} was changed while the model had the variables that all ranks share, and training goes "
+                "on with this rank's own: leave out callbacks that change weights during evaluations or at the end of "
+                "an epoch, as SwapEMAWeights does. With use_ema, fit ends with the mean of all ranks' averages"
+            )
+
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Return, on all ranks, True if the flag (a scalar) is true on all ranks."""
         self.check_open()

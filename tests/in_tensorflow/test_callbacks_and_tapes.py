@@ -121,6 +121,14 @@ def test_a_fit_with_anchors_ends_with_the_mean_of_the_ranks_averages():
     return digest(model.trainable_variables)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@on_mpi
+def test_callbacks_that_exchange_weights_are_refused_beside_anchors(first):
+    callbacks = [grace.tensorflow.AnchorCallback(), keras.callbacks.SwapEMAWeights()]
+    with pytest.raises(grace.ConfigError, match="was changed while the model had the variables that all ranks share"):
+        fit(averaging(), range(2), callbacks if first else callbacks[::-1], validation_data=samples(16, 0))
+
+
 def test_anchors_want_a_distributed_optimizer():
     model = network()
     model.compile(keras.optimizers.SGD(0.1), LOSS)

@@ -140,8 +140,7 @@ class StepSession(Session):
         """
         self.check_open()
         runner = self._prepare(variables, gradients)
-        index_of = {id(value_of(v)): i for i, v in enumerate(self.variables)}
-        if [index_of.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
+        if [id(value_of(v)) for v in variables] != [id(value_of(v)) for v in self.variables]:
             raise ConfigError(
                 f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
                 "it the same ones in the same order at every step, with None where there is no gradient"

@@ -202,6 +202,21 @@ def test_tapes_go_on_from_one_another(graph):
     assert seen == [[4, 0, 0], [0, 6, 0], [8, 0, 0]]
 
 
+@both_ways
+@on_mpi
+def test_a_tape_takes_no_sources_and_one_twice_as_tensorflows_does(graph):
+    w = tf.Variable([1.0])
+
+    def step():
+        with grace.tensorflow.DistributedGradientTape(tf.GradientTape(persistent=True), "topk(ratio=1.0)") as tape:
+            loss = tf.reduce_sum(w * (1.0 + 2 * grace.rank()))
+        return tape.gradient(loss, []), tape.gradient(loss, [w, w])
+
+    nothing, both = traced(step, graph)()
+    assert nothing == []
+    assert [mean.numpy().tolist() for mean in both] == [[2.0], [2.0]]
+
+
 def test_a_jacobian_is_refused():
     """TensorFlow would run its exchanges side by side, which ends Horovod."""
     grace.init("local")

@@ -272,8 +272,8 @@ class DistributedMixin(Once):
         """Overwrite the variables by Keras's moving averages, with ``use_ema``. Keras's ``model.fit`` calls it at its
         end.
 
-        Ranks that train alone have averages of their own. So with outer rounds a last one runs, and the variables become
-        the means of all ranks' averages; every rank must call it, after as many iterations.
+        Ranks that train alone have averages of their own. So with outer rounds a last one runs, and the variables
+        become the means of all ranks' averages; every rank must call it, after as many iterations.
         """
         finish = functools.partial(super().finalize_variable_values, var_list)  # type: ignore[misc]
         runner = self._grace.runner
@@ -314,6 +314,11 @@ class DistributedMixin(Once):
         """Load this rank's state, if the file holds one. Called when Keras loads into this very optimizer."""
         if Path(dir_path, FILE).exists():
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **options: Any) -> keras.optimizers.Optimizer:
+        """Return an optimizer of the user's class with these settings, which is not distributed."""
+        return cls.__bases__[-1].from_config(config, **options)  # type: ignore[attr-defined, no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
         """Return the parts of a copy or a pickle: as Keras's, an optimizer of these settings that has made no step, and

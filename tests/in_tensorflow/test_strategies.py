@@ -235,7 +235,7 @@ def test_a_step_under_the_anchor_is_refused_and_a_last_round_leaves_it(graph):
     run(tf.constant([1.0 + 2 * grace.rank()]))
     with (
         optimizer.anchor(),
-        pytest.raises((grace.ExchangeError, tf.errors.OpError), match="a step under .* would be undone"),
+        pytest.raises((grace.ExchangeError, tf.errors.OpError), match=r"a step under .* would be undone"),
     ):
         run(tf.constant([1.0]))
     assert w.numpy() == [-1.0 - 2 * grace.rank()]

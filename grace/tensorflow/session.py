@@ -383,7 +383,10 @@ class Session:
         Raises:
             ConfigError: variables were changed.
         """
-        changed = [] if self.runner is None else self.runner.outer_rounds.changed_at_anchor()
+        if self.runner is None:
+            return
+        with self.medium.computing():
+            changed = self.runner.outer_rounds.changed_at_anchor()
         if changed:
             raise ConfigError(
                 f"{changed[0]!r} was changed while the model had the variables that all ranks share, and training goes "

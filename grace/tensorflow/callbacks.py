@@ -193,9 +193,11 @@ class TrafficCallback(keras.callbacks.Callback):
 
     def _numbers(self) -> dict[str, float]:
         each = [source.metrics() for source in self._sources()]
-        numbers = {name: sum(one[name] for one in each) for name in each[0]}
+        numbers = {}
+        for name in dict.fromkeys(name for one in each for name in one):  # some have outer rounds, and others not
+            values = [one[name] for one in each if name in one]
+            numbers[name] = math.hypot(*values) if name.endswith("_norm") else sum(values)
         numbers["ratio"] = numbers["bytes_dense"] / numbers["bytes_sent"] if numbers["bytes_sent"] else math.nan
-        numbers["residual_norm"] = math.hypot(*(one["residual_norm"] for one in each))
         return numbers
 
 

@@ -142,6 +142,18 @@ def test_anchors_want_a_distributed_optimizer():
         model.fit(*samples(8, 0), verbose=0, callbacks=[grace.tensorflow.AnchorCallback()])
 
 
+@pytest.mark.parametrize("outer_first", [True, False])
+@on_mpi
+def test_the_traffic_of_optimizers_with_and_without_outer_rounds_is_logged_together(outer_first):
+    alone = sgd("topk(ratio=0.1)", 0.1, outer="none", period=3)
+    in_step = sgd("topk(ratio=0.1)", 0.1)
+    default, of_kernels = (alone, in_step) if outer_first else (in_step, alone)
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(default, {".*kernel": of_kernels}))
+    logs = fit(compiled(optimizer), range(1), [grace.tensorflow.TrafficCallback()])
+    assert logs["grace_bytes_sent"][0] == alone.traffic.sent_bytes + in_step.traffic.sent_bytes > 0
+    assert logs["grace_drift_norm"][0] == alone.metrics()["drift_norm"] > 0
+
+
 @on_mpi
 def test_means_over_uneven_ranks_are_those_over_all_examples():
     """Losses and accuracies over ranks with 8 and 24 examples, then 20 and 4, and over all of them in one process."""

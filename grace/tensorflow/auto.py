@@ -9,12 +9,11 @@ import keras
 import tensorflow as tf
 
 from grace.core.compressor import Tensor
-from grace.core.variable import Variable
 from grace.exchange.sparse_rows import SparseRows
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.tensorflow.graph_exchange import HostRun
-from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
+from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flattened, packed
 from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair
 
@@ -60,20 +59,11 @@ class PlannedRun(HostRun):
             session.start_equal()
             run = PlannedRun(session, session.runner, self.present)
             pairs = run.run(tf.nest.pack_sequence_as(like, tensors[:-1]), tensors[-1])
-            return [tensor for v, (value, _) in zip(variables, pairs, strict=True) for tensor in _flat(v, value)]
+            return concatenated(flattened(v, value) for v, (value, _) in zip(variables, pairs, strict=True))
 
         flat = tf.py_function(step, [*tf.nest.flatten(like), rate], dtypes_of(variables))
         pairs = packed(variables, flat)
         return [pairs[variable.name] for variable in variables]
-
-
-def _flat(variable: Variable, value: Gradient | None) -> list[tf.Tensor]:
-    """Return a variable's result as the tensors that :func:`dtypes_of` lists."""
-    found = flags()[value is not None]
-    value = zeros(variable) if value is None else value
-    if variable.sparse:
-        return [tf.cast(value.values, tf.float32), tf.cast(value.rows, tf.int32), found]
-    return [tf.cast(value, variable.dtype), found]
 
 
 def is_adaptive(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -20,7 +20,7 @@ from grace.kernels import kernels_of
 from grace.session.sharding import Shard
 from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
-from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flags, packed, split_by_counts, zeros
+from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flattened, packed, split_by_counts, zeros
 from grace.tensorflow.reductions import graph_engine
 from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair, cut, joined
@@ -95,18 +95,8 @@ class StepRun:
             raise
 
     def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
-        """Return the tensors that a Python function returns to the graph: each variable's value (and rows), and a flag
-        that is True if any rank had a gradient; see :func:`dtypes_of`."""
-        flat: list[tf.Tensor] = []
-        for outcome in outcomes:
-            variable, found = outcome.variable, outcome.value is not None
-            value = self.outside(outcome.value) if found else zeros(variable)
-            if isinstance(value, SparseRows):
-                flat += [value.values, tf.cast(value.rows, tf.int32)]
-            else:
-                flat.append(value if value.dtype.name == variable.dtype else tf.cast(value, variable.dtype))
-            flat.append(flags()[found])
-        return flat
+        """Return the tensors that a Python function returns to the graph; see :func:`dtypes_of`."""
+        return concatenated(flattened(o.variable, None if o.value is None else self.outside(o.value)) for o in outcomes)
 
     def outside(self, value: Tensor | SparseRows) -> Gradient:
         """Convert a result of the exchange to tensors."""

@@ -32,7 +32,7 @@ class PlannedRun(HostRun):
         auto = self.session.auto
         assert auto is not None  # or the session runs a HostRun
         if auto.left:
-            for name in self.place:
+            for name in self.index_of:
                 auto.ready(name)
         auto.computed(lambda: self._copies(gradients))
         pairs = super().run(gradients, rate)
@@ -43,18 +43,19 @@ class PlannedRun(HostRun):
     def _copies(self, gradients: Sequence[Gradient]) -> dict[str, Tensor]:
         """Return copies of the dense gradients that this rank has, by name: the planner measures methods on them."""
         with self.session.medium.computing():
-            inside = {name: self.session.inside(gradients[i]) for name, i in self.place.items() if self.present[i]}
+            inside = {name: self.session.inside(gradients[i]) for name, i in self.index_of.items() if self.present[i]}
             return {name: x + 0 for name, x in inside.items() if not isinstance(x, SparseRows)}
 
     def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Return the results of an operation that runs the step when the graph runs."""
-        variables, like, traced, late = self.runner.variables, list(gradients), self.runner, self.session.late
+        variables, traced, delayed_ids = self.runner.variables, self.runner, self.session.delayed_ids
+        like = list(gradients)
 
         def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
             session = self.session
             assert session.runner is not None
             # The graph has these around the step.
-            if session.runner.outer_rounds or traced.outer_rounds or session.late != late:
+            if session.runner.outer_rounds or traced.outer_rounds or session.delayed_ids != delayed_ids:
                 session.check_current(traced)
             session.start_equal()
             run = PlannedRun(session, session.runner, self.present)

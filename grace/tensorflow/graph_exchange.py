@@ -42,7 +42,7 @@ class StepRun:
     def __init__(self, session: Session, runner: StepRunner, present: Sequence[bool]):
         self.session = session
         self.runner = runner
-        self.place = {variable.name: i for i, variable in enumerate(runner.variables)}
+        self.index_of = {variable.name: i for i, variable in enumerate(runner.variables)}
         self.present = list(present)
         self.shards = [shard for shard in runner.shards.values() if not shard.period]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
@@ -50,12 +50,12 @@ class StepRun:
     def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients of a bucket's shards, cut from the variables' gradients."""
         shards = [self.runner.shards[variable.name] for variable in bucket.variables]
-        return [cut(shard, gradients[self.place[shard.whole.name]]) for shard in shards]
+        return [cut(shard, gradients[self.index_of[shard.whole.name]]) for shard in shards]
 
     def begin(self, bucket: Bucket, shards: Sequence[Gradient], rate: tf.Tensor) -> AnyRoundTrip:
         """Start the exchange of a bucket, with eager tensors."""
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
-        return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
+        return self.session.start(bucket, shards, [self.present[self.index_of[name]] for name in wholes], rate)
 
     def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Gradient]) -> list[Pair]:
         """Return the mean of each variable, joined from the means of its shards.
@@ -66,7 +66,7 @@ class StepRun:
         """
 
         def own_gradient(shard: Shard) -> Pair:
-            index = self.place[shard.whole.name]
+            index = self.index_of[shard.whole.name]
             return cut(shard, gradients[index]), self.present[index]
 
         pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
@@ -193,7 +193,7 @@ class GraphRun(StepRun):
         step has ended."""
         shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in sums.buckets]
         present = [
-            [self.present[self.place[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
+            [self.present[self.index_of[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
             for bucket in sums.buckets
         ]
 

@@ -229,10 +229,10 @@ class DistributedMixin(Once):
         gradients = [None if _key(v) in absent else gradient_of.get(_key(v)) for v in variables]
         exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
         self._grace.take_anchors()
-        if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
+        if self._grace.delayed_ids - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
-        step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.late}
+        step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.delayed_ids}
         if self._grace.loss_scaled:
             step.in_range = all_finite(exchanged)
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
@@ -537,8 +537,8 @@ def DistributedOptimizer(
             compress_after,
         ),
         check=lambda chosen: check_momentum([chosen], optimizer_ref()),
-        averages=True,
-        beside=lambda: variables_to_broadcast(optimizer_ref()),
+        for_optimizer=True,
+        optimizer_variables=lambda: variables_to_broadcast(optimizer_ref()),
         facts=lambda: hyperparameter_facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
         adaptive=is_adaptive(inner),
     )

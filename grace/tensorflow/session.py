@@ -56,8 +56,8 @@ class Session:
         backend: the engine.
         settings: the user's other choices.
         check: raises if a communicator does not suit the optimizer.
-        averages: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
-        beside: returns further variables that start from rank 0's, where ranks have different ones.
+        for_optimizer: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
+        optimizer_variables: returns further variables that start from rank 0's, where ranks have different ones.
         facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
@@ -69,8 +69,8 @@ class Session:
         settings: Settings,
         *,
         check: Callable[[Communicator], None] = lambda communicator: None,
-        averages: bool = False,
-        beside: Callable[[], Sequence[AnyVariable]] = lambda: (),
+        for_optimizer: bool = False,
+        optimizer_variables: Callable[[], Sequence[AnyVariable]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
         adaptive: bool = False,
     ):
@@ -83,10 +83,10 @@ class Session:
         self.backend = backend
         self.settings = settings
         self.check = check
-        self.averages = averages
+        self.for_optimizer = for_optimizer
         self.facts = facts
         self.adaptive = adaptive
-        self.beside = beside
+        self.optimizer_variables = optimizer_variables
         self.lr = 1.0
         predivide = settings.reduction.predivide
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
@@ -99,7 +99,7 @@ class Session:
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
         self.auto: Driver | None = None
-        self.late: set[int] = set()
+        self.delayed_ids: set[int] = set()
         """Ids of variables whose means are delayed: a step may bring no mean of them yet."""
         self.missing_everywhere: list[bool] = []
         """True for each variable that no rank had a gradient for when the exchange began."""
@@ -125,7 +125,7 @@ class Session:
     def check_plan(self, runner: StepRunner) -> None:
         """Raise ConfigError if the runner of a plan does not suit this session."""
         self.settings.check_votes(runner.communicators)
-        if runner.outer_rounds and not self.averages:
+        if runner.outer_rounds and not self.for_optimizer:
             raise ConfigError(
                 "outer rounds, and sync none(period), come after the optimizer's step, which a tape does not know: use "
                 "grace.DistributedOptimizer"
@@ -139,7 +139,7 @@ class Session:
         self._function = None  # traced for the former runner
         runner.computing = self.medium.computing
         self.needs_lr = any(communicator.memory.needs_lr for communicator in runner.communicators)
-        self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
+        self.delayed_ids = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
         for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
         for i, bucket in enumerate(runner.outer_rounds.buckets):
@@ -165,7 +165,7 @@ class Session:
     def _clear_optimizer(self, shard: Shard) -> None:
         """Clear the optimizer's slots that are not finite, as those of a shard whose variable was not: a moment that is
         NaN would spoil the next update again."""
-        for slot in self.beside():
+        for slot in self.optimizer_variables():
             value = value_of(slot)
             if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
                 value.assign(tf.zeros_like(value))
@@ -308,7 +308,7 @@ class Session:
         # Where Keras accumulates gradients, the step is in a tf.cond, which a graph orders among operations on the same
         # variables alone: without these reads it could look for rounds before the step has ended, and clear slots that
         # the step still writes.
-        written = [*variables, *map(value_of, self.beside())]
+        written = [*variables, *map(value_of, self.optimizer_variables())]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             is_due = tf.py_function(lambda: due(self._current_rounds()), [], tf.bool)
         tf.cond(is_due, run, lambda: 0)
@@ -415,7 +415,7 @@ class Session:
         """
         if self.needs_broadcast:
             self.needs_broadcast = False
-            broadcast_initial(self.variables, self.beside(), self.backend)
+            broadcast_initial(self.variables, self.optimizer_variables(), self.backend)
 
     def start(
         self, bucket: Bucket, gradients: Sequence[Gradient], present: Sequence[bool], rate: tf.Tensor

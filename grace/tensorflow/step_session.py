@@ -65,7 +65,7 @@ class StepSession(Session):
         sparse = [any(rank[i][0] for rank in same) for i in range(len(names))]
         present = [any(rank[i][1] for rank in same) for i in range(len(names))]
         self.missing_everywhere = [not found for found in present]
-        if self.averages and not any(present):  # as Keras says it; a tape returns None instead
+        if self.for_optimizer and not any(present):  # as Keras says it; a tape returns None instead
             raise ValueError(
                 "No gradients provided for any variable, on any rank: compute the loss from the trainable variables, "
                 "within the tape."
@@ -77,7 +77,7 @@ class StepSession(Session):
 
         facts = [
             ("TensorFlow", public(tf.__version__)),
-            ("an optimizer, not a tape:", str(self.averages)),
+            ("an optimizer, not a tape:", str(self.for_optimizer)),
             *self.settings.facts(),
             *self.facts(),
         ]

@@ -44,7 +44,8 @@ class StepRun:
         self.runner = runner
         self.index_of = {variable.name: i for i, variable in enumerate(runner.variables)}
         self.present = list(present)
-        self.shards = [shard for shard in runner.shards.values() if not shard.period]
+        exchanged = {variable.name for bucket in runner.buckets for variable in bucket.variables}
+        self.shards = [shard for name, shard in runner.shards.items() if name in exchanged]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
     def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Gradient]) -> list[Gradient]:

@@ -206,6 +206,19 @@ def test_rounds_come_after_the_step_that_ends_an_accumulation():
         assert values[3::4] == [-4, -8, -12, -16]
 
 
+@both_ways
+@on_mpi
+def test_ranks_of_a_node_average_gradients_between_outer_rounds(graph):
+    """All ranks are on one node, so they have equal weights after each step."""
+    model = mixed()  # rows of an embedding are refused over nodes
+    history = trained(
+        model, distributed("diloco(period=2, optimizer=none, over=nodes)", sparse_as_dense=True), range(3), graph
+    )
+    for got, expected in zip(history, on_the_mean(2, 3), strict=True):
+        check_close(got, expected)
+    return [digest(values) for values in history]
+
+
 @on_both
 def test_moving_averages_of_ranks_that_train_alone_end_as_their_mean():
     """With a lossy compressor too, whose last round must not touch them; and again after more steps."""

@@ -83,11 +83,12 @@ class TorchBackend(Backend):
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         raw = _as_bytes(tensor)
-        result, rows = self._rows(tensor)
+        result = tensor.new_empty((self.size, tensor.numel()))
+        rows = _as_bytes(result)
         if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's all-gather goes round a ring
             copies = raw.expand(self.size, -1).contiguous()
-            return self._start(result, tensor, dist.all_to_all_single, rows, copies)
-        return self._start(result, tensor, dist.all_gather, list(rows.unbind()), raw)
+            return self._start(list(result.unbind()), tensor, dist.all_to_all_single, rows, copies)
+        return self._start(list(result.unbind()), tensor, dist.all_gather, list(rows.unbind()), raw)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
@@ -105,13 +106,9 @@ class TorchBackend(Backend):
         if root != self.rank:
             self.count(tensor.nbytes)
             return self._start([], tensor, dist.gather, raw, None, self._global(root))
-        result, rows = self._rows(tensor)
-        return self._start(result, tensor, dist.gather, raw, list(rows.unbind()), self._global(root))
-
-    def _rows(self, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return a tensor for each rank's, like this one, and their memory in the form that the engines fill."""
-        rows = like.new_empty((self.size, like.numel()))
-        return list(rows.unbind()), _as_bytes(rows)
+        result = tensor.new_empty((self.size, tensor.numel()))
+        rows = list(_as_bytes(result).unbind())
+        return self._start(list(result.unbind()), tensor, dist.gather, raw, rows, self._global(root))
 
     def duplicate(self) -> "TorchBackend":
         return self.copy_with(group=self._new_group(range(self.size)), owns=False)

@@ -115,8 +115,6 @@ class Operation:
         if not self.rows:
             return self.received
         length = self.received.shape[0] // self.rows
-        if not length:
-            return []
         return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
 
 
@@ -197,9 +195,10 @@ class HorovodBackend(Backend):
         return self.start(Operation("broadcast", tensor, root))
 
     def gather(self, tensor: Tensor, root: int) -> Handle:
-        if root != self.rank:
-            self.count(kernels_of(tensor).nbytes(tensor))
-        return self.start(Operation("gather", tensor, root, self.size))
+        if root == self.rank:
+            return self.start(Operation("gather", tensor, root, self.size))
+        self.count(kernels_of(tensor).nbytes(tensor))
+        return self.start(Operation("gather", tensor, root)).map(lambda _: [])
 
     def duplicate(self: B) -> B:
         other = type(self)(self.process_set)

@@ -13,7 +13,7 @@ from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
 MOST_BYTES = 1 << 28
-"""Of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
+"""Bytes of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
 KNOWN = (ALL_REDUCE, ALL_GATHER, EACH_BROADCASTS, ALL_TO_ALL, GATHER, BROADCAST)
 """Collectives that are pretended."""
 

@@ -83,18 +83,17 @@ class TorchBackend(Backend):
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         raw = _as_bytes(tensor)
-        rows = raw.new_empty((self.size, raw.numel()))
-        gathered = list(rows.unbind())
-        result = [part.view(tensor.dtype) for part in gathered]
+        result = tensor.new_empty((self.size, tensor.numel()))
+        rows = _as_bytes(result)
         if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's all-gather goes round a ring
             copies = raw.expand(self.size, -1).contiguous()
-            return self._start(result, tensor, dist.all_to_all_single, rows, copies)
-        return self._start(result, tensor, dist.all_gather, gathered, raw)
+            return self._start(list(result.unbind()), tensor, dist.all_to_all_single, rows, copies)
+        return self._start(list(result.unbind()), tensor, dist.all_gather, list(rows.unbind()), raw)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         received = torch.empty_like(tensor)
-        parts = list(received.view(self.size, -1).unbind())
+        parts = list(received.view(self.size, received.numel() // self.size).unbind())
         return self._start(parts, tensor, dist.all_to_all_single, _as_bytes(received), _as_bytes(tensor))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
@@ -104,13 +103,12 @@ class TorchBackend(Backend):
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         raw = _as_bytes(tensor)
-        gathered: list[torch.Tensor] = []
-        if root == self.rank:
-            gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
-        else:
+        if root != self.rank:
             self.count(tensor.nbytes)
-        result = [part.view(tensor.dtype) for part in gathered]
-        return self._start(result, tensor, dist.gather, raw, gathered or None, self._global(root))
+            return self._start([], tensor, dist.gather, raw, None, self._global(root))
+        result = tensor.new_empty((self.size, tensor.numel()))
+        rows = list(_as_bytes(result).unbind())
+        return self._start(list(result.unbind()), tensor, dist.gather, raw, rows, self._global(root))
 
     def duplicate(self) -> "TorchBackend":
         return self.copy_with(group=self._new_group(range(self.size)), owns=False)

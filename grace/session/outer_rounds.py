@@ -26,7 +26,7 @@ from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
 from grace.core.user_parts import check_shape
-from grace.errors import ConfigError, PayloadError
+from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import Pending
 from grace.exchange.round_trip import RoundTrip
@@ -183,10 +183,24 @@ class OuterRounds:
         optimizer = {f"outer.{name}" if name else "outer": part for name, part in parts}
         return {"anchor": self.anchors, "local": self._local, "coming": self._coming, **optimizer}
 
-    def take_anchors(self) -> None:
-        """Take the parameters for anchors, before the first step changes them, where none were loaded."""
+    def needs_anchors(self) -> bool:
+        """Return True if there are no anchors yet. Called before each update.
+
+        Raises:
+            ExchangeError: parameters are the anchors now.
+        """
+        if self.anchored:
+            raise ExchangeError("a step under `with optimizer.anchor():` would be undone: step outside of it")
+        return not self.has_anchors
+
+    def take_anchors(self, anew: bool = False) -> None:
+        """Take the parameters for anchors, before the first step changes them, where none were loaded.
+
+        Args:
+            anew: True to replace the anchors that there are by parameters that all ranks have equal.
+        """
         for shard in self.shards:
-            if shard.variable.name not in self.anchors.state:
+            if anew or shard.variable.name not in self.anchors.state:
                 self._keep(shard, _copy(self.read(shard), _wide(shard)))
         self.anchors.state.commit()
         self.has_anchors = True
@@ -271,11 +285,24 @@ class OuterRounds:
                 self.write_buffers(self.shared_buffers.state)
             yield
         finally:
-            if outermost and self._own is not None:
-                (own, _), self._own = self._own, None
-                for shard in self.shards:
-                    self.write(shard, own[shard.variable.name])
-            self.write_buffers(buffers)
+            if outermost:
+                self.leave_anchors()
+            else:
+                self.write_buffers(buffers)
+
+    def leave_anchors(self) -> None:
+        """Return to this rank's own parameters and buffers, if it has the anchors for parameters."""
+        if self._own is None:
+            return
+        (own, buffers), self._own = self._own, None
+        for shard in self.shards:
+            self.write(shard, own[shard.variable.name])
+        self.write_buffers(buffers)
+
+    def changed_at_anchor(self) -> list[str]:
+        """Return the names of shards that are not the anchors any more, in the context of :meth:`at_anchor`, whose end
+        will undo the change."""
+        return [shard.variable.name for shard in self.shards if self.anchored and not self._at_anchor(shard)]
 
     @property
     def anchored(self) -> bool:
@@ -319,6 +346,7 @@ class OuterRounds:
         """
         if self.runner.context.step == 0:  # nothing has moved
             return
+        self.leave_anchors()
         self.take_anchors()
         for fragment in self.fragments:
             if fragment.travels:

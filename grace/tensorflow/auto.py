@@ -9,12 +9,11 @@ import keras
 import tensorflow as tf
 
 from grace.core.compressor import Tensor
-from grace.core.variable import Variable
 from grace.exchange.sparse_rows import SparseRows
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.tensorflow.graph_exchange import HostRun
-from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
+from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flattened, packed
 from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair
 
@@ -33,7 +32,7 @@ class PlannedRun(HostRun):
         auto = self.session.auto
         assert auto is not None  # or the session runs a HostRun
         if auto.left:
-            for name in self.place:
+            for name in self.index_of:
                 auto.ready(name)
         auto.computed(lambda: self._copies(gradients))
         pairs = super().run(gradients, rate)
@@ -44,36 +43,28 @@ class PlannedRun(HostRun):
     def _copies(self, gradients: Sequence[Gradient]) -> dict[str, Tensor]:
         """Return copies of the dense gradients that this rank has, by name: the planner measures methods on them."""
         with self.session.medium.computing():
-            inside = {name: self.session.inside(gradients[i]) for name, i in self.place.items() if self.present[i]}
+            inside = {name: self.session.inside(gradients[i]) for name, i in self.index_of.items() if self.present[i]}
             return {name: x + 0 for name, x in inside.items() if not isinstance(x, SparseRows)}
 
     def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Return the results of an operation that runs the step when the graph runs."""
-        variables, like, traced, late = self.runner.variables, list(gradients), self.runner, self.session.late
+        variables, traced, delayed_ids = self.runner.variables, self.runner, self.session.delayed_ids
+        like = list(gradients)
 
         def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
             session = self.session
             assert session.runner is not None
             # The graph has these around the step.
-            if session.runner.outer_rounds or traced.outer_rounds or session.late != late:
+            if session.runner.outer_rounds or traced.outer_rounds or session.delayed_ids != delayed_ids:
                 session.check_current(traced)
             session.start_equal()
             run = PlannedRun(session, session.runner, self.present)
             pairs = run.run(tf.nest.pack_sequence_as(like, tensors[:-1]), tensors[-1])
-            return [tensor for v, (value, _) in zip(variables, pairs, strict=True) for tensor in _flat(v, value)]
+            return concatenated(flattened(v, value) for v, (value, _) in zip(variables, pairs, strict=True))
 
         flat = tf.py_function(step, [*tf.nest.flatten(like), rate], dtypes_of(variables))
         pairs = packed(variables, flat)
         return [pairs[variable.name] for variable in variables]
-
-
-def _flat(variable: Variable, value: Gradient | None) -> list[tf.Tensor]:
-    """Return a variable's result as the tensors that :func:`dtypes_of` lists."""
-    found = flags()[value is not None]
-    value = zeros(variable) if value is None else value
-    if variable.sparse:
-        return [tf.cast(value.values, tf.float32), tf.cast(value.rows, tf.int32), found]
-    return [tf.cast(value, variable.dtype), found]
 
 
 def is_adaptive(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -193,9 +193,11 @@ class TrafficCallback(keras.callbacks.Callback):
 
     def _numbers(self) -> dict[str, float]:
         each = [source.metrics() for source in self._sources()]
-        numbers = {name: sum(one[name] for one in each) for name in each[0]}
+        numbers = {}
+        for name in dict.fromkeys(name for one in each for name in one):  # some have outer rounds, and others not
+            values = [one[name] for one in each if name in one]
+            numbers[name] = math.hypot(*values) if name.endswith("_norm") else sum(values)
         numbers["ratio"] = numbers["bytes_dense"] / numbers["bytes_sent"] if numbers["bytes_sent"] else math.nan
-        numbers["residual_norm"] = math.hypot(*(one["residual_norm"] for one in each))
         return numbers
 
 
@@ -229,16 +231,24 @@ class AnchorCallback(keras.callbacks.Callback):
         self._enter()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Return to this rank's variables after an evaluation."""
-        self._anchored.close()
+        """Return to this rank's variables after an evaluation.
+
+        Raises:
+            ConfigError: another callback has changed the variables meanwhile.
+        """
+        self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Take the anchors, which later callbacks save."""
         self._enter()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Return to this rank's variables, which training goes on with."""
-        self._anchored.close()
+        """Return to this rank's variables, which training goes on with.
+
+        Raises:
+            ConfigError: another callback has changed the variables meanwhile.
+        """
+        self._leave()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Run a last round."""
@@ -249,3 +259,8 @@ class AnchorCallback(keras.callbacks.Callback):
     def _enter(self) -> None:
         for optimizer in distributed_in(self.model.optimizer):
             self._anchored.enter_context(optimizer.anchor())
+
+    def _leave(self) -> None:
+        with self._anchored:
+            for optimizer in distributed_in(self.model.optimizer):
+                optimizer._grace.check_anchors()

@@ -2,7 +2,6 @@
 one begins."""
 
 from collections.abc import Callable, Sequence
-from typing import Union
 
 import tensorflow as tf
 
@@ -12,10 +11,10 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.session.settings import reduction
+from grace.tensorflow.reductions import run_eagerly
 from grace.tensorflow.variables import AnyVariable, value_of
 
 Function = Callable[[tf.Tensor], tf.Tensor]
-Shape = Union["tf.TensorShape", Sequence[int | None]]
 SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
 """Dtypes that every engine sums; tensors of other dtypes are widened."""
 
@@ -60,7 +59,7 @@ def allreduce(
             return _scaled(_reduced(_scaled(x, prescale_factor), reduction(op, average), backend), postscale_factor)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return _run_eagerly(run, [dy], dy.dtype, dy.shape)
+        return run_eagerly(run, [dy], dy.dtype, dy.shape)
 
     return _differentiable(run, gradient, tensor)
 
@@ -103,12 +102,12 @@ def allgather(tensor: "tf.Tensor | AnyVariable", name: str | None = None) -> tf.
 
     @tf.custom_gradient
     def called(x: tf.Tensor) -> tuple[tf.Tensor, Function]:
-        counts = _run_eagerly(count, [x], tf.int64, [backend.size])  # a tensor: one traced call may run several times
+        counts = run_eagerly(count, [x], tf.int64, [backend.size])  # a tensor: one traced call may run several times
 
         def gradient(dy: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(_run_eagerly(own_rows, [dy, counts], dy.dtype, [None, *dy.shape[1:]]), tf.shape(x))
+            return tf.reshape(run_eagerly(own_rows, [dy, counts], dy.dtype, [None, *dy.shape[1:]]), tf.shape(x))
 
-        return _run_eagerly(run, [x, counts], x.dtype, [None, *(x.shape[1:] if x.shape.rank else [])]), gradient
+        return run_eagerly(run, [x, counts], x.dtype, [None, *(x.shape[1:] if x.shape.rank else [])]), gradient
 
     return called(tf.convert_to_tensor(value_of(tensor)))  # type: ignore[no-any-return]
 
@@ -152,7 +151,7 @@ def broadcast(tensor: "tf.Tensor | AnyVariable", root_rank: int, name: str | Non
         return mean if backend.rank == root_rank else tf.zeros_like(mean)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return _run_eagerly(gradient_of_root, [dy], dy.dtype, dy.shape)
+        return run_eagerly(gradient_of_root, [dy], dy.dtype, dy.shape)
 
     return _differentiable(run, gradient, tensor)
 
@@ -162,23 +161,9 @@ def _differentiable(run: Function, gradient: Function, tensor: "tf.Tensor | AnyV
 
     @tf.custom_gradient
     def called(x: tf.Tensor) -> tuple[tf.Tensor, Function]:
-        return _run_eagerly(run, [x], x.dtype, x.shape), gradient
+        return run_eagerly(run, [x], x.dtype, x.shape), gradient
 
     return called(tf.convert_to_tensor(value_of(tensor)))
-
-
-def _run_eagerly(
-    function: Callable[..., tf.Tensor],
-    tensors: list[tf.Tensor],
-    dtype: tf.DType,
-    shape: Shape,
-) -> tf.Tensor:
-    """Return ``function(*tensors)``, which computes eagerly; in a graph when it runs, in the order of the program."""
-    if tf.executing_eagerly():
-        return function(*tensors)
-    result = tf.py_function(function, tensors, dtype)
-    result.set_shape(shape)
-    return result
 
 
 def _reduced(tensor: tf.Tensor, op: str, backend: Backend) -> tf.Tensor:

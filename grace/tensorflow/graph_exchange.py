@@ -20,7 +20,7 @@ from grace.kernels import kernels_of
 from grace.session.sharding import Shard
 from grace.session.step_runner import AnyRoundTrip, StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
-from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flags, packed, split_by_counts, zeros
+from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flattened, packed, split_by_counts, zeros
 from grace.tensorflow.reductions import graph_engine
 from grace.tensorflow.session import Session
 from grace.tensorflow.sharding import Gradient, Pair, cut, joined
@@ -42,20 +42,21 @@ class StepRun:
     def __init__(self, session: Session, runner: StepRunner, present: Sequence[bool]):
         self.session = session
         self.runner = runner
-        self.place = {variable.name: i for i, variable in enumerate(runner.variables)}
+        self.index_of = {variable.name: i for i, variable in enumerate(runner.variables)}
         self.present = list(present)
-        self.shards = [shard for shard in runner.shards.values() if not shard.period]
+        exchanged = {variable.name for bucket in runner.buckets for variable in bucket.variables}
+        self.shards = [shard for name, shard in runner.shards.items() if name in exchanged]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
     def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients of a bucket's shards, cut from the variables' gradients."""
         shards = [self.runner.shards[variable.name] for variable in bucket.variables]
-        return [cut(shard, gradients[self.place[shard.whole.name]]) for shard in shards]
+        return [cut(shard, gradients[self.index_of[shard.whole.name]]) for shard in shards]
 
     def begin(self, bucket: Bucket, shards: Sequence[Gradient], rate: tf.Tensor) -> AnyRoundTrip:
         """Start the exchange of a bucket, with eager tensors."""
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
-        return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
+        return self.session.start(bucket, shards, [self.present[self.index_of[name]] for name in wholes], rate)
 
     def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Gradient]) -> list[Pair]:
         """Return the mean of each variable, joined from the means of its shards.
@@ -66,7 +67,7 @@ class StepRun:
         """
 
         def own_gradient(shard: Shard) -> Pair:
-            index = self.place[shard.whole.name]
+            index = self.index_of[shard.whole.name]
             return cut(shard, gradients[index]), self.present[index]
 
         pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
@@ -95,18 +96,8 @@ class StepRun:
             raise
 
     def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
-        """Return the tensors that a Python function returns to the graph: each variable's value (and rows), and a flag
-        that is True if any rank had a gradient; see :func:`dtypes_of`."""
-        flat: list[tf.Tensor] = []
-        for outcome in outcomes:
-            variable, found = outcome.variable, outcome.value is not None
-            value = self.outside(outcome.value) if found else zeros(variable)
-            if isinstance(value, SparseRows):
-                flat += [value.values, tf.cast(value.rows, tf.int32)]
-            else:
-                flat.append(value if value.dtype.name == variable.dtype else tf.cast(value, variable.dtype))
-            flat.append(flags()[found])
-        return flat
+        """Return the tensors that a Python function returns to the graph; see :func:`dtypes_of`."""
+        return concatenated(flattened(o.variable, None if o.value is None else self.outside(o.value)) for o in outcomes)
 
     def outside(self, value: Tensor | SparseRows) -> Gradient:
         """Convert a result of the exchange to tensors."""
@@ -203,7 +194,7 @@ class GraphRun(StepRun):
         step has ended."""
         shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in sums.buckets]
         present = [
-            [self.present[self.place[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
+            [self.present[self.index_of[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
             for bucket in sums.buckets
         ]
 

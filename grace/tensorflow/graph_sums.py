@@ -99,7 +99,7 @@ class GraphSums:
             label = f"{bucket.label}.sum"
             total = horovod.run_allreduce(buffer, label)
             if i == 0 and not rides:
-                received = horovod.run_allreduce(stamps, f"{label}.places")
+                received = horovod.run_allreduce(stamps, f"{label}.stamps")
             sizes = [variable.numel for variable in bucket.variables]
             total_numel, count = sum(sizes), len(sizes)
             if rides:

@@ -45,6 +45,17 @@ def zeros(variable: Variable) -> Gradient:
     return tf.zeros(variable.shape, variable.dtype)
 
 
+def flattened(variable: Variable, value: Gradient | None) -> list[tf.Tensor]:
+    """Return a variable's result, None if no rank had a gradient, as the tensors that :func:`dtypes_of` lists."""
+    found = flags()[value is not None]
+    if value is None:
+        value = zeros(variable)
+    if isinstance(value, SparseRows):
+        return [tf.cast(value.values, tf.float32), tf.cast(value.rows, tf.int32), found]
+    # tf.cast takes as long as to compress a small tensor, also where it has nothing to do.
+    return [value if value.dtype.name == variable.dtype else tf.cast(value, variable.dtype), found]
+
+
 def dtypes_of(variables: Sequence[Variable]) -> list[tf.DType]:
     """Return the dtypes of what a Python function returns to the graph for these variables: each variable's value (and
     rows), in float32 or its own dtype, and a flag that is True if any rank had a gradient."""

@@ -107,6 +107,8 @@ class DistributedMixin(Once):
     learning_rate: "tf.Tensor | keras.Variable"
     iterations: "tf.Tensor | keras.Variable"
     _trainable_variables: "list[keras.Variable]"
+    use_ema: bool
+    _model_variables_moving_average: "list[keras.Variable | None]"
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[TapeGradient, AnyVariable]]) -> "tf.Variable":
@@ -227,10 +229,10 @@ class DistributedMixin(Once):
         gradients = [None if _key(v) in absent else gradient_of.get(_key(v)) for v in variables]
         exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
         self._grace.take_anchors()
-        if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
+        if self._grace.delayed_ids - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
         means = dict(zip(map(_key, variables), exchanged, strict=True))
-        step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.late}
+        step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.delayed_ids}
         if self._grace.loss_scaled:
             step.in_range = all_finite(exchanged)
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
@@ -266,6 +268,21 @@ class DistributedMixin(Once):
             if _key(variable) in self._step.found:
                 self._update_if_found(variable, functools.partial(parent._apply_weight_decay, [variable]))
 
+    def finalize_variable_values(self, var_list: "Sequence[keras.Variable]") -> None:
+        """Overwrite the variables by Keras's moving averages, with ``use_ema``. Keras's ``model.fit`` calls it at its
+        end.
+
+        Ranks that train alone have averages of their own. So with outer rounds a last one runs, and the variables
+        become the means of all ranks' averages; every rank must call it, after as many iterations.
+        """
+        finish = functools.partial(super().finalize_variable_values, var_list)  # type: ignore[misc]
+        runner = self._grace.runner
+        if runner is None or not runner.outer_rounds or not self.use_ema:
+            finish()
+            return
+        averages = [average for average in self._model_variables_moving_average if average is not None]
+        self._grace.finish_alone(averages, finish)
+
     def close(self) -> None:
         """End the exchange, and make this the plain optimizer again that it was, with its momenta and settings.
 
@@ -297,6 +314,11 @@ class DistributedMixin(Once):
         """Load this rank's state, if the file holds one. Called when Keras loads into this very optimizer."""
         if Path(dir_path, FILE).exists():
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **options: Any) -> keras.optimizers.Optimizer:
+        """Return an optimizer of the user's class with these settings, which is not distributed."""
+        return cls.__bases__[-1].from_config(config, **options)  # type: ignore[attr-defined, no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
         """Return the parts of a copy or a pickle: as Keras's, an optimizer of these settings that has made no step, and
@@ -515,8 +537,8 @@ def DistributedOptimizer(
             compress_after,
         ),
         check=lambda chosen: check_momentum([chosen], optimizer_ref()),
-        averages=True,
-        beside=lambda: variables_to_broadcast(optimizer_ref()),
+        for_optimizer=True,
+        optimizer_variables=lambda: variables_to_broadcast(optimizer_ref()),
         facts=lambda: hyperparameter_facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
         adaptive=is_adaptive(inner),
     )

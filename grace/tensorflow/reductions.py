@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import keras
 import tensorflow as tf
 
 from grace.backends.runtime import check_group, current
@@ -47,7 +48,15 @@ def summed(backend: Backend, tensor: tf.Tensor, label: str) -> tf.Tensor:
     horovod = graph_engine(backend)
     if horovod is not None:
         return horovod.run_allreduce(tensor, label)
-    return _on_host(lambda own: backend.allreduce(tf.identity(own)).wait(), tensor)
+    return run_eagerly(lambda own: backend.allreduce(tf.identity(own)).wait(), [tensor], tensor.dtype, tensor.shape)
+
+
+def assign_means(backend: Backend, variables: "Sequence[keras.Variable]", label: str) -> None:
+    """Give every rank the means over ranks of variables, in place, eagerly."""
+    for i, variable in enumerate(variables):
+        wide = tf.cast(tf.reshape(variable.value, [-1]), tf.float64)
+        total = summed(backend, wide, f"{label}.{i}")
+        variable.assign(tf.cast(tf.reshape(total / backend.size, variable.shape), variable.dtype))
 
 
 def largest(backend: Backend, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:
@@ -57,13 +66,24 @@ def largest(backend: Backend, tensors: Sequence[tf.Tensor], label: str) -> list[
     if horovod is not None:
         everyone = horovod.run_allgather(flat, label)
     else:
-        everyone = _on_host(lambda own: tf.concat(backend.allgather(tf.identity(own)).wait(), 0), flat)
+        everyone = run_eagerly(
+            lambda own: tf.concat(backend.allgather(tf.identity(own)).wait(), 0), [flat], flat.dtype, [None]
+        )
     parts = tf.split(
         tf.reduce_max(tf.reshape(everyone, [backend.size, -1]), 0), [tensor.shape.num_elements() for tensor in tensors]
     )
     return [tf.reshape(tf.cast(p, t.dtype), t.shape) for p, t in zip(parts, tensors, strict=True)]
 
 
-def _on_host(function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """Call a function of eager tensors, at once or when the graph runs."""
-    return function(tensor) if tf.executing_eagerly() else tf.py_function(function, [tensor], tensor.dtype)
+def run_eagerly(
+    function: Callable[..., tf.Tensor],
+    tensors: Sequence[tf.Tensor],
+    dtype: tf.DType,
+    shape: "tf.TensorShape | Sequence[int | None]",
+) -> tf.Tensor:
+    """Return ``function(*tensors)``, which computes eagerly; in a graph when it runs, in the order of the program."""
+    if tf.executing_eagerly():
+        return function(*tensors)
+    result = tf.py_function(function, tensors, dtype)
+    result.set_shape(shape)
+    return result

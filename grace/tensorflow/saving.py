@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError
@@ -16,7 +15,7 @@ from grace.session.files import save_from_root
 from grace.session.state_schema import MODEL, SavedState
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.optimizer_state import FILE, accumulators, decode, distributed
-from grace.tensorflow.reductions import engine_of, summed
+from grace.tensorflow.reductions import assign_means, engine_of
 
 
 def save_model(model: keras.Model, path: str | Path) -> None:
@@ -51,11 +50,8 @@ def _mean_of_accumulated(optimizer: keras.optimizers.Optimizer, backend: Backend
     value for them, which must add to their mean as their own ones do."""
     found = accumulators(optimizer)
     own = [variable.numpy() for variable in found]
-    for i, variable in enumerate(found):
-        wide = tf.cast(tf.reshape(own[i], [-1]), tf.float64)
-        total = summed(backend, wide, f"grace.accumulated.{i}")
-        variable.assign(tf.cast(tf.reshape(total / backend.size, variable.shape), variable.dtype))
     try:
+        assign_means(backend, found, "grace.accumulated")
         yield
     finally:
         for variable, value in zip(found, own, strict=True):

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,7 +35,7 @@ from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.reductions import largest, summed
+from grace.tensorflow.reductions import assign_means, largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
 from grace.tensorflow.sharding import Gradient, Mean, cut, put
 from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
@@ -55,8 +56,8 @@ class Session:
         backend: the engine.
         settings: the user's other choices.
         check: raises if a communicator does not suit the optimizer.
-        averages: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
-        beside: returns further variables that start from rank 0's, where ranks have different ones.
+        for_optimizer: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
+        optimizer_variables: returns further variables that start from rank 0's, where ranks have different ones.
         facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
@@ -68,8 +69,8 @@ class Session:
         settings: Settings,
         *,
         check: Callable[[Communicator], None] = lambda communicator: None,
-        averages: bool = False,
-        beside: Callable[[], Sequence[AnyVariable]] = lambda: (),
+        for_optimizer: bool = False,
+        optimizer_variables: Callable[[], Sequence[AnyVariable]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
         adaptive: bool = False,
     ):
@@ -82,10 +83,10 @@ class Session:
         self.backend = backend
         self.settings = settings
         self.check = check
-        self.averages = averages
+        self.for_optimizer = for_optimizer
         self.facts = facts
         self.adaptive = adaptive
-        self.beside = beside
+        self.optimizer_variables = optimizer_variables
         self.lr = 1.0
         predivide = settings.reduction.predivide
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
@@ -98,7 +99,7 @@ class Session:
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
         self.auto: Driver | None = None
-        self.late: set[int] = set()
+        self.delayed_ids: set[int] = set()
         """Ids of variables whose means are delayed: a step may bring no mean of them yet."""
         self.missing_everywhere: list[bool] = []
         """True for each variable that no rank had a gradient for when the exchange began."""
@@ -124,7 +125,7 @@ class Session:
     def check_plan(self, runner: StepRunner) -> None:
         """Raise ConfigError if the runner of a plan does not suit this session."""
         self.settings.check_votes(runner.communicators)
-        if runner.outer_rounds and not self.averages:
+        if runner.outer_rounds and not self.for_optimizer:
             raise ConfigError(
                 "outer rounds, and sync none(period), come after the optimizer's step, which a tape does not know: use "
                 "grace.DistributedOptimizer"
@@ -138,7 +139,7 @@ class Session:
         self._function = None  # traced for the former runner
         runner.callbacks.computing = self.medium.computing
         self.needs_lr = any(communicator.memory.needs_lr for communicator in runner.communicators)
-        self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
+        self.delayed_ids = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
         for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
         for i, bucket in enumerate(runner.outer_rounds.buckets):
@@ -164,7 +165,7 @@ class Session:
     def _clear_optimizer(self, shard: Shard) -> None:
         """Clear the optimizer's slots that are not finite, as those of a shard whose variable was not: a moment that is
         NaN would spoil the next update again."""
-        for slot in self.beside():
+        for slot in self.optimizer_variables():
             value = value_of(slot)
             if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
                 value.assign(tf.zeros_like(value))
@@ -273,8 +274,12 @@ class Session:
 
     @tf.autograph.experimental.do_not_convert
     def take_anchors(self) -> None:
-        """Take the variables that ranks train alone for anchors, eagerly or in a graph. Called before an update."""
-        self._act(lambda rounds: not rounds.has_anchors, OuterRounds.take_anchors)
+        """Take the variables that ranks train alone for anchors, eagerly or in a graph. Called before an update.
+
+        Raises:
+            ExchangeError: variables are the anchors now.
+        """
+        self._act(OuterRounds.needs_anchors, OuterRounds.take_anchors)
 
     @tf.autograph.experimental.do_not_convert
     def run_rounds(self) -> None:
@@ -303,7 +308,7 @@ class Session:
         # Where Keras accumulates gradients, the step is in a tf.cond, which a graph orders among operations on the same
         # variables alone: without these reads it could look for rounds before the step has ended, and clear slots that
         # the step still writes.
-        written = [*variables, *map(value_of, self.beside())]
+        written = [*variables, *map(value_of, self.optimizer_variables())]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             is_due = tf.py_function(lambda: due(self._current_rounds()), [], tf.bool)
         tf.cond(is_due, run, lambda: 0)
@@ -348,6 +353,21 @@ class Session:
             with self.medium.computing():
                 self.runner.outer_rounds.flush()
 
+    def finish_alone(self, averages: "Sequence[keras.Variable]", finish: Callable[[], None]) -> None:
+        """Run a last round, and take for anchors what variables become by moving averages, which each rank keeps of its
+        own. The averages become their means over ranks first.
+
+        Args:
+            averages: the moving averages.
+            finish: overwrites variables by the averages.
+        """
+        self.flush()
+        assign_means(self.backend, averages, f"{self.label}.averages")
+        finish()
+        assert self.runner is not None
+        with self.medium.computing():
+            self.runner.outer_rounds.take_anchors(anew=True)
+
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which variables are those that all ranks share."""
@@ -356,6 +376,23 @@ class Session:
             return
         with self.runner.outer_rounds.at_anchor():
             yield
+
+    def check_anchors(self) -> None:
+        """Raise if variables were changed in the context of :meth:`at_anchor`, whose end would undo it.
+
+        Raises:
+            ConfigError: variables were changed.
+        """
+        if self.runner is None:
+            return
+        with self.medium.computing():
+            changed = self.runner.outer_rounds.changed_at_anchor()
+        if changed:
+            raise ConfigError(
+                f"{changed[0]!r} was changed while the model had the variables that all ranks share, and training goes "
+                "on with this rank's own: leave out callbacks that change weights during evaluations or at the end of "
+                "an epoch, as SwapEMAWeights does. With use_ema, fit ends with the mean of all ranks' averages"
+            )
 
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Return, on all ranks, True if the flag (a scalar) is true on all ranks."""
@@ -378,7 +415,7 @@ class Session:
         """
         if self.needs_broadcast:
             self.needs_broadcast = False
-            broadcast_initial(self.variables, self.beside(), self.backend)
+            broadcast_initial(self.variables, self.optimizer_variables(), self.backend)
 
     def start(
         self, bucket: Bucket, gradients: Sequence[Gradient], present: Sequence[bool], rate: tf.Tensor

@@ -65,7 +65,7 @@ class StepSession(Session):
         sparse = [any(rank[i][0] for rank in same) for i in range(len(names))]
         present = [any(rank[i][1] for rank in same) for i in range(len(names))]
         self.missing_everywhere = [not found for found in present]
-        if self.averages and not any(present):  # as Keras says it; a tape returns None instead
+        if self.for_optimizer and not any(present):  # as Keras says it; a tape returns None instead
             raise ValueError(
                 "No gradients provided for any variable, on any rank: compute the loss from the trainable variables, "
                 "within the tape."
@@ -77,7 +77,7 @@ class StepSession(Session):
 
         facts = [
             ("TensorFlow", public(tf.__version__)),
-            ("an optimizer, not a tape:", str(self.averages)),
+            ("an optimizer, not a tape:", str(self.for_optimizer)),
             *self.settings.facts(),
             *self.facts(),
         ]
@@ -141,8 +141,7 @@ class StepSession(Session):
         """
         self.check_open()
         runner = self._prepare(variables, gradients)
-        index_of = {id(value_of(v)): i for i, v in enumerate(self.variables)}
-        if [index_of.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
+        if [id(value_of(v)) for v in variables] != [id(value_of(v)) for v in self.variables]:
             raise ConfigError(
                 f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
                 "it the same ones in the same order at every step, with None where there is no gradient"
@@ -177,12 +176,14 @@ class StepSession(Session):
         if variable.sparse:
             if gradient is None:
                 return SparseRows(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
+            rows_shape = [None, *variable.shape[1:]]
             if not isinstance(gradient, tf.IndexedSlices):
-                return SparseRows(gradient, tf.range(variable.shape[0], dtype=tf.int64))
-            return SparseRows(gradient.values, tf.cast(gradient.indices, tf.int64))
+                rows = tf.range(variable.shape[0], dtype=tf.int64)
+                return SparseRows(_of_shape(gradient, variable.shape, variable), rows)
+            return SparseRows(_of_shape(gradient.values, rows_shape, variable), tf.cast(gradient.indices, tf.int64))
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
-        return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
+        return tf.cast(_of_shape(gradient, variable.shape, variable), variable.dtype)
 
     def _to_means(self, outcomes: list[Pair]) -> list[Mean]:
         return [
@@ -196,3 +197,19 @@ class StepSession(Session):
             values = tf.cast(value.values, variable.dtype)
             return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
         return tf.cast(value, variable.dtype), found
+
+
+def _of_shape(gradient: "tf.Tensor | tf.IndexedSlices", shape: Sequence[int | None], variable: Variable) -> tf.Tensor:
+    """Return a gradient as a dense tensor, whose shape must be that of its variable.
+
+    Raises:
+        ConfigError: the shape is another one. If a graph knows it only when it runs, the graph raises.
+    """
+    tensor = tf.convert_to_tensor(gradient)
+    # Kernels read as many numbers as the variable has, behind the end of a smaller tensor too.
+    if not tensor.shape.is_compatible_with(shape):
+        raise ConfigError(
+            f"the gradient of {variable.name!r} has the shape {tensor.shape}, and the variable {variable.shape}: give "
+            "each variable its own gradient"
+        )
+    return tensor if tensor.shape.is_fully_defined() else tf.ensure_shape(tensor, shape)

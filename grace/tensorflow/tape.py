@@ -119,6 +119,8 @@ class _Distributed(tf.GradientTape):
         for source in variables:
             if not isinstance(value_of(source) if hasattr(source, "value") else source, tf.Variable):
                 raise ConfigError(f"gradients are exchanged for variables; a source is {type(source).__name__}")
+        if not variables:
+            return gradients
         session = self._grace_session(variables)
         means = session(flat, variables)
         known = tf.executing_eagerly()

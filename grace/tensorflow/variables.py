@@ -184,16 +184,18 @@ def broadcast_named(names: list[str], variables: Sequence[AnyVariable], root: in
                 variable.assign(k.from_bytes(received, name, tuple(value.shape)))
 
 
-def broadcast_initial(variables: Sequence[AnyVariable], beside: Sequence[AnyVariable], backend: Backend) -> None:
-    """Give every rank rank 0's values, in place, of a model's variables, and of those ``beside`` them that differ.
+def broadcast_initial(
+    variables: Sequence[AnyVariable], optimizer_variables: Sequence[AnyVariable], backend: Backend
+) -> None:
+    """Give every rank rank 0's values, in place, of a model's variables, and of the optimizer's that differ.
 
     Most of an optimizer's variables begin as zeros everywhere, so hashes of them are compared first.
     """
     broadcast_variables(variables, 0, backend)
-    mine = [hashlib.sha256(np.asarray(value_of(variable)).tobytes()).hexdigest() for variable in beside]
+    mine = [hashlib.sha256(np.asarray(value_of(variable)).tobytes()).hexdigest() for variable in optimizer_variables]
     hashes = gather_or_raise(backend, "the optimizer's variables", mine)
     same = {i for i, of_ranks in enumerate(zip(*hashes, strict=False)) if len(set(of_ranks)) == 1}
-    different = [variable for i, variable in enumerate(beside) if i not in same]
+    different = [variable for i, variable in enumerate(optimizer_variables) if i not in same]
     if any(other != mine for other in hashes):
         broadcast_named(names_of_slots(different), different, 0, backend)
 

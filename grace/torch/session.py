@@ -757,9 +757,7 @@ class Session:
         """
         rounds = self.outer_rounds
         assert rounds is not None
-        if rounds.anchored:
-            raise ExchangeError("step() under `with optimizer.anchor():` would be undone: step outside of it")
-        if not rounds.has_anchors:
+        if rounds.needs_anchors():
             rounds.take_anchors()
 
     def _parameters_of(self, shard: Shard) -> torch.Tensor:

@@ -89,6 +89,36 @@ def test_every_method_gives_what_it_gives_over_torch_distributed(engine, size, p
             np.testing.assert_allclose(got, weights, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+def collectives(dtype: torch.dtype, part: int) -> list[list[list[float]]]:
+    """Results of an all-gather, an all-to-all, a gather and a broadcast of tensors of ``part`` elements a rank."""
+    backend = grace.init("auto")
+    rank, size = backend.rank, backend.size
+
+    def filled(number: int, length: int = part) -> torch.Tensor:
+        return torch.full((length,), number, dtype=torch.int64).to(dtype)
+
+    sent = torch.cat([filled(to) for to in range(size)])
+    handles = [backend.allgather(filled(rank)), backend.alltoall(sent), backend.gather(filled(rank), size - 1)]
+    results = [handle.wait() for handle in handles]
+    results.append([backend.broadcast(filled(rank), 1).wait()])
+    assert all(tensor.dtype == dtype for tensors in results for tensor in tensors)
+    return [[tensor.tolist() for tensor in tensors] for tensors in results]
+
+
+@pytest.mark.parametrize("engine", [("gloo", 2), ("gloo", 4), ("horovodrun-gloo", 2), ("mpirun-mpi", 3)])
+def test_collectives_give_a_part_of_each_rank_and_empty_ones_too(engine):
+    size = engine[1]
+    for dtype in (torch.uint8, torch.int16, torch.bfloat16, torch.float32):
+        for part in (0, 1, 3):
+            ranks = launched(*engine).run(collectives, dtype, part)
+            of_all = [[number] * part for number in range(size)]
+            for rank, (gathered, received, at_root, broadcast) in enumerate(ranks):
+                assert gathered == of_all
+                assert received == [[rank] * part] * size
+                assert at_root == (of_all if rank == size - 1 else [])
+                assert broadcast == [[1] * part]
+
+
 def local_ranks():
     """This rank's number on its node; then that of a backend which nobody told it, where ranks say other nodes."""
     told, backend = grace.local_rank(), grace.init("auto")

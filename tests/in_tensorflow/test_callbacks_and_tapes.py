@@ -97,11 +97,61 @@ def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(tmp_
     return found["epoch"], last
 
 
+def averaging():
+    """A model of ranks that train alone, whose optimizer keeps moving averages."""
+    model = network()
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    model.compile(grace.DistributedOptimizer(optimizer, outer="none", period=3), LOSS)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_mpi
+def test_a_fit_with_anchors_ends_with_the_mean_of_the_ranks_averages(dtype):
+    keras.config.set_dtype_policy(dtype)
+    try:
+        model = averaging()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    averages = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            averages[:] = [average.numpy() for average in model.optimizer._model_variables_moving_average]
+
+    fit(model, range(2), [grace.tensorflow.AnchorCallback(), Look()])
+    for got, a, b in zip(model.trainable_variables, *grace.allgather_object(averages), strict=True):
+        mean = (a.astype(np.float64) + b) / 2
+        np.testing.assert_array_equal(got.numpy(), mean.astype(a.dtype))
+        assert not np.array_equal(a, b)
+    return digest(model.trainable_variables)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@on_mpi
+def test_callbacks_that_exchange_weights_are_refused_beside_anchors(first):
+    callbacks = [grace.tensorflow.AnchorCallback(), keras.callbacks.SwapEMAWeights()]
+    with pytest.raises(grace.ConfigError, match="was changed while the model had the variables that all ranks share"):
+        fit(averaging(), range(2), callbacks if first else callbacks[::-1], validation_data=samples(16, 0))
+
+
 def test_anchors_want_a_distributed_optimizer():
     model = network()
     model.compile(keras.optimizers.SGD(0.1), LOSS)
     with pytest.raises(grace.ConfigError, match="AnchorCallback gives a model what the ranks of a distributed"):
         model.fit(*samples(8, 0), verbose=0, callbacks=[grace.tensorflow.AnchorCallback()])
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+@on_mpi
+def test_the_traffic_of_optimizers_with_and_without_outer_rounds_is_logged_together(outer_first):
+    alone = sgd("topk(ratio=0.1)", 0.1, outer="none", period=3)
+    in_step = sgd("topk(ratio=0.1)", 0.1)
+    default, of_kernels = (alone, in_step) if outer_first else (in_step, alone)
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(default, {".*kernel": of_kernels}))
+    logs = fit(compiled(optimizer), range(1), [grace.tensorflow.TrafficCallback()])
+    assert logs["grace_bytes_sent"][0] == alone.traffic.sent_bytes + in_step.traffic.sent_bytes > 0
+    assert logs["grace_drift_norm"][0] == alone.metrics()["drift_norm"] > 0
 
 
 @on_mpi
@@ -168,6 +218,21 @@ def test_tapes_go_on_from_one_another(graph):
     run = traced(step, graph)
     seen = [np.array(run(tf.constant([4.0, 3.0, 1.0]))).tolist() for _ in range(3)]
     assert seen == [[4, 0, 0], [0, 6, 0], [8, 0, 0]]
+
+
+@both_ways
+@on_mpi
+def test_a_tape_takes_no_sources_and_one_twice_as_tensorflows_does(graph):
+    w = tf.Variable([1.0])
+
+    def step():
+        with grace.tensorflow.DistributedGradientTape(tf.GradientTape(persistent=True), "topk(ratio=1.0)") as tape:
+            loss = tf.reduce_sum(w * (1.0 + 2 * grace.rank()))
+        return tape.gradient(loss, []), tape.gradient(loss, [w, w])
+
+    nothing, both = traced(step, graph)()
+    assert nothing == []
+    assert [mean.numpy().tolist() for mean in both] == [[2.0], [2.0]]
 
 
 def test_a_jacobian_is_refused():

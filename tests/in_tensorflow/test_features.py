@@ -161,6 +161,42 @@ def test_a_variable_with_two_gradients_is_refused():
         sgd().apply_gradients([(tf.constant([1.0]), w), (tf.constant([2.0]), w)])
 
 
+@both_ways
+@on_mpi
+def test_a_gradient_of_another_shape_than_its_variable_is_refused(graph):
+    """Kernels would read behind a smaller one. Variables stay, and training goes on."""
+    for shape, given in [((4,), (1,)), ((4,), (5,)), ((4, 2), (2, 4)), ((2,), ())]:
+        w = tf.Variable(tf.zeros(shape), name="w")
+        optimizer = sgd("topk(ratio=1.0)")
+        apply_steps(optimizer, [w], [[tf.ones(shape)]], graph)
+        with pytest.raises(ConfigError, match=r"the gradient of 'w' has the shape \("):
+            apply_steps(optimizer, [w], [[tf.ones(given)]], graph)
+        (after,) = apply_steps(optimizer, [w], [[tf.ones(shape)]], graph)
+        np.testing.assert_array_equal(after, np.full(shape, -2.0))
+
+
+@on_mpi
+def test_rows_of_another_shape_than_the_variables_are_refused():
+    w = tf.Variable(tf.zeros([4, 2]), name="w")
+    optimizer = sgd()
+    rows, whole = tf.constant([1]), tf.constant([4, 2])
+    apply_steps(optimizer, [w], [[tf.IndexedSlices(tf.ones([1, 2]), rows, whole)]])
+    for wrong in (tf.IndexedSlices(tf.ones([1, 3]), rows, whole), tf.ones([2, 2])):
+        with pytest.raises(ConfigError, match="the gradient of 'w' has the shape"):
+            apply_steps(optimizer, [w], [[wrong]])
+
+
+@on_mpi
+def test_a_graph_that_knows_shapes_only_when_it_runs_refuses_a_wrong_one_then():
+    w = tf.Variable(tf.zeros([4]))
+    optimizer = sgd()
+    step = tf.function(lambda g: optimizer.apply_gradients([(g, w)]), [tf.TensorSpec(None)], autograph=False)
+    step(tf.ones([4]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is not compatible with expected shape"):
+        step(tf.ones([1]))
+    assert w.numpy().tolist() == [-1] * 4
+
+
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 METHODS = ["none", "fp16", "topk(ratio=1.0)", "qsgd(levels=1)"]
 

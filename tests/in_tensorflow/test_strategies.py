@@ -207,6 +207,59 @@ def test_rounds_come_after_the_step_that_ends_an_accumulation():
 
 
 @both_ways
+@on_mpi
+def test_ranks_of_a_node_average_gradients_between_outer_rounds(graph):
+    """All ranks are on one node, so they have equal weights after each step."""
+    model = mixed()  # rows of an embedding are refused over nodes
+    history = trained(
+        model, distributed("diloco(period=2, optimizer=none, over=nodes)", sparse_as_dense=True), range(3), graph
+    )
+    for got, expected in zip(history, on_the_mean(2, 3), strict=True):
+        check_close(got, expected)
+    return [digest(values) for values in history]
+
+
+@on_both
+def test_moving_averages_of_ranks_that_train_alone_end_as_their_mean():
+    """With a lossy compressor too, whose last round must not touch them; and again after more steps."""
+    model = mixed()
+    optimizer = keras.optimizers.SGD(LR, use_ema=True, ema_momentum=0.5)
+    optimizer = grace.DistributedOptimizer(optimizer, compressor="topk(ratio=0.1)", outer="nesterov", period=2)
+    model.compile(optimizer, "mse")
+    for _ in range(2):
+        for step in range(3):
+            stepped(model, step)
+        mine = [average.numpy() for average in optimizer._model_variables_moving_average]
+        one, other = grace.allgather_object(mine)
+        assert digest(one) != digest(other)
+        optimizer.finalize_variable_values(model.trainable_variables)
+        optimizer.flush()
+        for got, a, b in zip(model.trainable_variables, one, other, strict=True):
+            np.testing.assert_allclose(got, (a + b) / 2, rtol=1e-6)
+    return digest(model.trainable_variables), digest(optimizer._model_variables_moving_average)
+
+
+@both_ways
+@on_mpi
+def test_a_step_under_the_anchor_is_refused_and_a_last_round_leaves_it(graph):
+    w = tf.Variable([0.0])
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0), outer="none", period=10)
+    run = traced(lambda g: optimizer.apply_gradients([(g, w)]), graph)
+    run(tf.constant([1.0 + 2 * grace.rank()]))
+    with (
+        optimizer.anchor(),
+        pytest.raises((grace.ExchangeError, tf.errors.OpError), match=r"a step under .* would be undone"),
+    ):
+        run(tf.constant([1.0]))
+    assert w.numpy() == [-1.0 - 2 * grace.rank()]
+    with optimizer.anchor():
+        assert w.numpy() == [0.0]
+        optimizer.flush()
+        assert w.numpy() == [-2.0]
+    assert w.numpy() == [-2.0]
+
+
+@both_ways
 @on_both
 def test_a_rank_that_was_not_finite_once_trains_on_from_the_anchor(graph):
     """With the moments and the average of its weights; the round is dropped on all ranks."""

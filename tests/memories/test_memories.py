@@ -175,6 +175,15 @@ def test_rescale_scales_residuals():
     assert communicator.memory.state["w"].tolist() == [0.5, 0.0]
 
 
+def test_a_moving_average_without_dimensions_is_rescaled_every_time():
+    communicator = Allgather("onebit", "loco(beta=1)")
+    communicator.memory.state["w"] = {"error": np.array(0.5, np.float32), "resets": 0}
+    for _ in range(2):
+        communicator.memory.rescale(2.0)
+    same(communicator.memory.state["w"]["error"], np.array(2, np.float32))
+    assert communicator.memory.residual_tensors("w")
+
+
 # -- bad numbers -------------------------------------------------------------------------------------------
 
 

@@ -225,8 +225,9 @@ class Kernels:
         return out
 
     def divide(self, out: Tensor, x: Tensor, by: float) -> Tensor:
-        """Compute ``out = x / by``, any shape; divided, not multiplied by 1/by, in the wider of the two dtypes."""
-        wide = np.result_type(x, out)
+        """Compute ``out = x / by``, any shape; divided, not multiplied by 1/by, in the wider of the two dtypes, or in
+        float32 if both have 16 bits."""
+        wide = np.result_type(x, out, np.float32)
         out[...] = x.reshape(out.shape).astype(wide, copy=False) / wide.type(by)
         return out
 

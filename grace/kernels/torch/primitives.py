@@ -51,7 +51,8 @@ class TorchKernels(Kernels):
             raise ConfigError(f"it is {'nested' if x.is_nested else f'sparse ({x.layout})'}; give a dense one")
         if x.is_meta:
             raise ConfigError("it is on the meta device, where tensors have no numbers")
-        return super().given(x.detach())
+        # Memory must hold the numbers themselves: torch may negate them only where they are read, as in x.conj().imag.
+        return super().given(x.detach().resolve_neg())
 
     def flat(self, x):
         return x.contiguous().view(-1)

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import torch
 
 from grace.errors import ConfigError
@@ -56,9 +55,6 @@ class TorchKernels(Kernels):
 
     def flat(self, x):
         return x.contiguous().view(-1)
-
-    def reshape(self, x, shape):
-        return x.reshape(shape)
 
     def cast(self, x, dtype):
         return x.to(DTYPES[dtype])
@@ -117,9 +113,6 @@ class TorchKernels(Kernels):
         # any other byte than 0 and 1 is no bool
         return (raw != 0 if dtype == "bool" else raw.view(DTYPES[dtype])).reshape(shape)
 
-    def host_buffer(self, n):
-        return np.empty(n, np.uint8)
-
     def adopt(self, array, dtype, shape, like):
         return torch.from_numpy(array).view(DTYPES[dtype]).reshape(shape).to(like.device)
 
@@ -134,9 +127,6 @@ class TorchKernels(Kernels):
 
     def distinct(self, rows):
         return torch.unique(rows, sorted=True, return_inverse=True)
-
-    def nbytes(self, x):
-        return x.nbytes
 
     def dtype(self, x):
         return NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))

@@ -56,6 +56,9 @@ class TorchKernels(Kernels):
     def flat(self, x):
         return x.contiguous().view(-1)
 
+    def reshape(self, x, shape):
+        return x.reshape(shape)
+
     def cast(self, x, dtype):
         return x.to(DTYPES[dtype])
 
@@ -127,6 +130,9 @@ class TorchKernels(Kernels):
 
     def distinct(self, rows):
         return torch.unique(rows, sorted=True, return_inverse=True)
+
+    def nbytes(self, x):
+        return x.nbytes
 
     def dtype(self, x):
         return NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))

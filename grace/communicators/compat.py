@@ -74,8 +74,11 @@ def from_params(params: Mapping[str, Any]) -> Communicator:
     for key, why in ELSEWHERE.items():
         if key in params:
             warnings.warn(f"from_params: {key}={params[key]!r} is not needed: {why}", stacklevel=2)
+    for kind in PARTS:
+        if not isinstance(params.get(kind, ""), (str, type(None))):
+            raise ConfigError(f"from_params takes the name of a {kind}, not {params[kind]!r}: pass objects themselves")
     used: set[str] = set()
-    compressor = _part("compressor", params.get("compressor", "none"), params, used)
+    compressor = _part("compressor", params.get("compressor") or "none", params, used)
     memory = _part("memory", params.get("memory") or compressor.traits.memory, params, used)
     name = params.get("communicator") or compressor.traits.communicator
     communicator = build_communicator(compressor, memory, NAMES["communicator"].get(name, name))

@@ -4,7 +4,6 @@ from grace.core.communicator import Communicator, CompressorArg, MeanCompression
 from grace.core.component import Component
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
-from grace.core.registry import make
 from grace.core.route import ALL_GATHER, ALL_TO_ALL, Carries, EngineTraits, Leg, Route
 
 
@@ -30,8 +29,7 @@ class ScatterReduce(Communicator):
         self, compressor: CompressorArg = "none", memory: MemoryArg | None = None, world_size: int | None = None
     ):
         super().__init__(compressor, memory, world_size)
-        # By its spec: an object with state of its own, which super().__init__() has not bound.
-        self.shard_memory: Memory = make("memory", self.memory.to_dict())
+        self.shard_memory: Memory = self.memory.answering()
         self.bind(self.context)
 
     @classmethod

@@ -64,7 +64,7 @@ class DGC(Sparsifier):
     @property
     def current_ratio(self) -> float:
         """Ratio at this step of the warm-up."""
-        return warmup_ratio(self.ratio, self.warmup_steps, self.context.step)
+        return self.size_key(self.context.step)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Shape]:
         k = kernels_of(tensor)
@@ -79,8 +79,7 @@ class DGC(Sparsifier):
         return warmup_ratio(self.ratio, self.warmup_steps, step)
 
     def device_spec(self, shape: Shape, step: int) -> PayloadSpec | None:
-        ratio = warmup_ratio(self.ratio, self.warmup_steps, step)
-        return self.padded_spec(shape, kept_count(ratio, math.prod(shape)))
+        return self.padded_spec(shape, kept_count(self.size_key(step), math.prod(shape)))
 
     def _select(self, k: Kernels, flat: Tensor, n: int, name: str) -> Tensor:
         ratio = self.current_ratio

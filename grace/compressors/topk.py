@@ -45,9 +45,10 @@ class TopK(Sparsifier):
     feedback makes it converge.
 
     With ``chunk`` it sends the c = max(1, ratio chunk) largest of each ``chunk`` elements, one after the other, and of
-    the m < chunk that are left at the end the ceil(c m / chunk) largest: k = ceil(c n / chunk) in all. The same bound
-    holds; a little less of ||x||^2 travels than in as many of the largest of all, 1 % less of Gaussian elements with
-    1024 a chunk. In return x is read once, on GPUs too, and an index takes 16 bits however large the tensor is.
+    the m < chunk that are left at the end the ceil(c m / chunk) largest: k = ceil(c n / chunk) in all. Then
+    ||x - C(x)||^2 <= (1 - c/chunk) ||x||^2, and a little less of ||x||^2 travels than in as many of the largest of all,
+    1 % less of Gaussian elements with 1024 a chunk. In return x is read once, on GPUs too, and an index takes 16 bits
+    however large the tensor is.
     Sources: Aji and Heafield, EMNLP 2017, arXiv 1704.05021; Stich et al., "Sparsified SGD with memory", NeurIPS 2018,
     arXiv 1809.07599.
 

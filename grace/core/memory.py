@@ -56,8 +56,13 @@ class Memory(StatefulComponent):
         For methods of several rounds it runs after them, with the aggregated payload. It may be left out."""
 
     def answering(self) -> "Memory":
-        """Return the memory for the means that a destination compresses once more: a copy of this one."""
-        return copy.deepcopy(self)
+        """Return the memory for the means that a destination compresses once more: a copy of this one without state,
+        which is of gradients."""
+        copied = copy.deepcopy(self)
+        for part in copied.named_components().values():
+            part.state.clear()
+            part.state.commit()
+        return copied
 
     def residual_tensors(self, name: str) -> list[Tensor]:
         """Return the tensors with the part of a variable's gradients that was left out so far: all tensors of floats in

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import numpy as np
+
 from grace.kernels.reference import Tensor
 
 Value = Any
@@ -20,6 +22,11 @@ def copied(value: Value) -> Value:
     if hasattr(value, "detach"):
         return value.detach().clone()
     return value.copy() if hasattr(value, "setflags") else value
+
+
+def _of_kind(before: Value, after: Value) -> Value:
+    """Return an array where one is replaced: NumPy's arithmetic makes numbers of arrays without dimensions."""
+    return np.asarray(after) if isinstance(before, np.ndarray) else after
 
 
 class _Deleted:
@@ -197,6 +204,6 @@ class State(MutableMapping[str, Value]):
         self.commit()
         for name, value in self._committed.items():
             if isinstance(value, dict):
-                self._committed[name] = {key: function(item) for key, item in value.items()}
+                self._committed[name] = {key: _of_kind(item, function(item)) for key, item in value.items()}
             else:
-                self._committed[name] = function(value)
+                self._committed[name] = _of_kind(value, function(value))

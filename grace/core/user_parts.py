@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from grace.errors import ConfigError, PayloadError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.constants import FLOATS, ITEM_SIZE
@@ -90,7 +92,7 @@ def _payload(compressor: Any, given: object, name: str) -> list[Tensor]:
     Raises:
         ConfigError: it is empty, or holds something that is no tensor or has a dtype that cannot be sent.
     """
-    payload = list(given) if isinstance(given, (list, tuple)) else [given]
+    payload = [_array(tensor) for tensor in (given if isinstance(given, (list, tuple)) else [given])]
     if not payload:
         raise compressor.refuse(
             f"the payload of {name!r} is empty, so that nothing would be sent. A method that reduces something itself "
@@ -107,6 +109,11 @@ def _payload(compressor: Any, given: object, name: str) -> list[Tensor]:
                 f"the payload of {name!r} holds a tensor of dtype {dtype}; what travels is of {', '.join(ITEM_SIZE)}"
             )
     return payload
+
+
+def _array(value: Tensor) -> Tensor:
+    """Return an array in place of NumPy's numbers, which its arithmetic makes of arrays without dimensions."""
+    return np.asarray(value) if isinstance(value, np.generic) else value
 
 
 def _describe_type(value: object) -> str:
@@ -159,7 +166,7 @@ def check_shape(value: Tensor, out: Tensor, what: str = "decompress()") -> Tenso
     got = tuple(value.shape)
     if got != wanted and None not in (*got, *wanted):
         raise PayloadError(f"{what} gave a tensor of shape {got}, where {wanted} is wanted")
-    return value
+    return _array(value)
 
 
 def check_decodes(compressor: Any, payload: list[Tensor], ctx: object, tensor: Tensor, name: str) -> None:

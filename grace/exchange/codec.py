@@ -429,7 +429,7 @@ class PerVariableCodec:
 class PiecewiseCompressor(Compressor):
     """Compressor applied piece by piece: piece j of n elements is ``equal_bounds(n, owners)[j]`` of the flat tensor.
 
-    A payload is a list of payloads, one for each owner; a ctx is the pair of bounds and the pieces' ctxs. Memories are
+    A payload is a list of payloads, one for each owner; a ctx is bounds, the pieces' ctxs and the shape. Memories are
     updated with this compressor, and so with the errors of all pieces together.
 
     Args:
@@ -447,12 +447,11 @@ class PiecewiseCompressor(Compressor):
         flat = kernels_of(tensor).flat(tensor)
         cuts = equal_bounds(flat.shape[0], self.owners)
         coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
-        return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
+        return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded], tuple(tensor.shape))
 
     def decompress(self, payload: Payload, ctx: Ctx) -> Tensor:
-        cuts = ctx[0]
         k = kernels_of(payload[0][0])
-        return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
+        return self.accumulate(payload, ctx, k.zeros(ctx[2], "float32", payload[0][0]))
 
     def accumulate(self, payload: Payload, ctx: Ctx, out: Tensor, weight: float = 1.0) -> Tensor:
         return self._piece_by_piece(self.inner.accumulate, payload, ctx, out, weight)

@@ -291,7 +291,7 @@ class FusedCodec(PerVariableCodec):
                 found.append(([], ctx_of(variable.name, variable.shape, tensor)))
             else:
                 ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(cuts)]
-                found.append(([], (cuts, ctxs)))
+                found.append(([], (cuts, ctxs, variable.shape)))
         return found
 
 

@@ -19,7 +19,7 @@ from grace.exchange.layout import Layout
 from grace.exchange.sparse_codec import RowCompressor
 from grace.kernels import NumpyKernels
 from grace.kernels.constants import ITEM_SIZE
-from grace.kernels.index_coding import index_bits
+from grace.kernels.index_coding import coded_as
 
 SIZE_BYTES = 8
 """Bytes of a number that holds a size."""
@@ -166,7 +166,7 @@ class _Wires:
     def _compressed(self, compressor: Compressor, shape: tuple[int, ...]) -> float:
         n, bits = math.prod(shape), compressor.wire_bits(shape)
         bits = self.bits if bits is None else bits
-        return 8 + (4 + index_bits(n) / 8) * n if bits is None else bits * n / 8
+        return 8 + (4 + ITEM_SIZE[coded_as(n)[0]]) * n if bits is None else bits * n / 8
 
 
 def tensors_of(compressor: Compressor, shape: tuple[int, ...]) -> int:

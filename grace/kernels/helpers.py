@@ -67,8 +67,8 @@ def dequantize(codes: Tensor, scales: Tensor, levels: int, shape: tuple[int, ...
     _check("bucket_size", bucket_size, 1)
     k = _typed("codes", codes, "uint8")
     dense = k.zeros((math.prod(shape),), "float32", codes)
-    scales = k.cast(scales, "float32")
-    return k.reshape(k.dequantize(dense, codes, scales, levels, bucket_size, 1.0), tuple(shape))
+    scales = k.flat(k.cast(scales, "float32"))
+    return k.reshape(k.dequantize(dense, k.flat(codes), scales, levels, bucket_size, 1.0), tuple(shape))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -103,6 +103,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     _check("bits", bits, 1, 8)
     _check("count", count, 0)
     k = _typed("packed codes", packed, "uint8")
+    packed = k.flat(packed)
     check_packed(packed.shape[0], bits, count)
     return k.unpack(packed, bits, count)
 
@@ -144,9 +145,10 @@ def desparsify(values: Tensor, indices: Tensor, shape: tuple[int, ...]) -> Tenso
            [ 3., 0.]], dtype=float32)
     """
     k = _typed("indices", indices, "int32")
+    indices, values = k.flat(indices), k.flat(k.cast(values, "float32"))
     check_count("values", values.shape[0], indices.shape[0])
     dense = k.zeros((math.prod(shape),), "float32", values)
-    return k.reshape(k.scatter_add(dense, indices, k.cast(values, "float32"), 1.0), tuple(shape))
+    return k.reshape(k.scatter_add(dense, indices, values, 1.0), tuple(shape))
 
 
 def _flat(tensor: Tensor) -> Tensor:

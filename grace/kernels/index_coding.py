@@ -6,11 +6,10 @@ elements, 16 bits are enough. The decoder tells them apart by dtype.
 """
 
 from grace.errors import ConfigError
+from grace.kernels.constants import ITEM_SIZE
 from grace.kernels.reference import Kernels, Tensor
 
 NARROW, TOO_MANY = 1 << 16, 1 << 31
-POSITION_BYTES = {"int32": 4, "int16": 2, "uint8": 1}
-"""Bytes of a coded position by its dtype; 1 stands for a bitmap."""
 
 
 def check_positions(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:
@@ -26,18 +25,6 @@ def check_positions(n: int, whose: str = "a tensor", method: str = "the method",
             "or exchange it with the compressor none or cast"
         )
     return n
-
-
-def index_bits(n: int, count: int | None = None, chunk: int = 0) -> int:
-    """Return the bits that ``count`` positions below n take; per position where the count depends on the data (None),
-    which rules the bitmap out, because its size does not tell the count. ``chunk`` is of how many elements it is known
-    how many positions they have, if it is.
-
-    >>> index_bits(1000, 10), index_bits(1000, 500), index_bits(1_000_000, 100)
-    (160, 1000, 3200)
-    """
-    width = 16 if min(n, chunk or n) <= NARROW else 32
-    return width if count is None else min(width * count, 8 * ((n + 7) // 8))
 
 
 def encode(k: Kernels, indices: Tensor, n: int, fixed: bool, chunk: int = 0) -> Tensor:
@@ -77,12 +64,13 @@ def decode(
 
 def coded_as(n: int, count: int | None = None, chunk: int = 0) -> tuple[str, int | None]:
     """Return the dtype and length of ``count`` positions below n as :func:`encode` codes them. The length is None if
-    the data decide the count.
+    the data decide the count, which rules the bitmap out, because its size does not tell the count. ``chunk`` is of how
+    many elements it is known how many positions they have, if it is.
 
     >>> coded_as(1000, 10), coded_as(1000, 500), coded_as(1_000_000)
     (('int16', 10), ('uint8', 125), ('int32', None))
     """
-    width = index_bits(n, None, chunk)
-    if count is not None and index_bits(n, count, chunk) < width * count:
-        return "uint8", (n + 7) // 8
-    return ("int16" if width == 16 else "int32"), count
+    dtype, bitmap = "int16" if min(n, chunk or n) <= NARROW else "int32", (n + 7) // 8
+    if count is not None and bitmap < ITEM_SIZE[dtype] * count:
+        return "uint8", bitmap
+    return dtype, count

@@ -32,9 +32,10 @@ Tensor = Any
 LOW31 = np.uint32(0x7FFFFFFF)
 SHARED = {
     "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns",
-    "to_host", "to_device_of", "wait_for",
+    "to_host", "to_device_of", "wait_for", "host_buffer",
 }  # fmt: skip
-"""Methods that are made of others, or say that a framework lacks something. Frameworks override all the rest."""
+"""Methods that are made of others, say that a framework lacks something, or compute nothing. Frameworks override all
+others."""
 
 
 class Kernels:
@@ -225,8 +226,9 @@ class Kernels:
         return out
 
     def divide(self, out: Tensor, x: Tensor, by: float) -> Tensor:
-        """Compute ``out = x / by``, any shape; divided, not multiplied by 1/by, in the wider of the two dtypes."""
-        wide = np.result_type(x, out)
+        """Compute ``out = x / by``, any shape; divided, not multiplied by 1/by, in the wider of the two dtypes, or in
+        float32 if both have 16 bits."""
+        wide = np.result_type(x, out, np.float32)
         out[...] = x.reshape(out.shape).astype(wide, copy=False) / wide.type(by)
         return out
 

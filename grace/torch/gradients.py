@@ -22,8 +22,10 @@ def dense_gradient(name: str, p: torch.nn.Parameter, sparse_as_dense: bool) -> t
                 "or make the layer dense (Embedding(sparse=False))"
             )
         p.grad = p.grad.to_dense()
-    if 0 in p.grad.stride():  # elements share memory, as gradients of sums do: means could not be written into it
-        p.grad = p.grad.contiguous()
+    # Elements share memory, as gradients of sums do, or memory holds their negatives, as after conj(): means could not
+    # be written into it.
+    if 0 in p.grad.stride() or p.grad.is_neg():
+        p.grad = p.grad.resolve_neg().contiguous()
     return p.grad.detach().contiguous()  # after backward(create_graph=True) it has a graph
 
 

@@ -16,6 +16,7 @@ from tests.support.training import Net, distributed, net, train
     ("params", "meaning"),
     [
         ({}, "allreduce, none, none"),
+        ({"compressor": None, "memory": None, "communicator": None}, "allreduce, none, none"),
         ({"compressor": "topk", "memory": "residual"}, "allgather, topk(ratio=0.3), residual"),
         ({"compressor": "topk", "compress_ratio": 0.01}, "allgather, topk, residual"),
         ({"compressor": "randomk", "communicator": "allreduce"}, "allreduce, randomk(ratio=0.3), residual"),
@@ -48,6 +49,9 @@ def test_a_dictionary_gives_its_communicator(params, meaning):
         ({"compressor": "dgc", "gradient_clipping": "much"}, "clip must be .*clip is what gradient_clipping says"),
         ({"compresor": "topk", "memry": "residual"}, "not know 'compresor', 'memry'; it knows compressor, memory"),
         ({"compressor": "efsignsgd", "lr": "0.5"}, "lr must be a number"),
+        ({"compressor": ["topk"]}, r"takes the name of a compressor, not \['topk'\]"),
+        ({"compressor": TopK()}, r"takes the name of a compressor, not TopK\(.*: pass objects themselves"),
+        ({"compressor": "topk", "memory": Residual()}, "takes the name of a memory, not Residual"),
     ],
 )
 def test_what_cannot_be_is_refused_in_graces_words(params, said):

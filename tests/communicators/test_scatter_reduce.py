@@ -30,6 +30,43 @@ def test_votes_are_those_of_an_allgather_to_the_bit(ranks, scale):
         np.testing.assert_array_equal(votes, expected)
 
 
+class Half(grace.Memory):
+    """A user's, which has no name and a parameter, and keeps two things."""
+
+    def __init__(self, decay):
+        self.decay = decay
+        self.steps = {}
+
+    def compensate(self, tensor, name):
+        self.steps[name] = self.steps.get(name, 0) + 1
+        return tensor + self.decay * self.state.get(name, 0)
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name] = tensor - compressor.decompress(payload, ctx)
+
+
+def by_own_memory() -> bool:
+    ours, theirs = (
+        joined(grace.torch.ScatterReduce("block(bits=4)", memory)) for memory in (Half(0.5), "residual(beta=0.5)")
+    )
+    x = [gradient(grace.rank(), step, (7, 13)) for step in range(3)]
+    return all(torch.equal(ours.step(each, "w"), theirs.step(each, "w")) for each in x)
+
+
+def test_means_are_compressed_with_a_users_memory_of_their_own(ranks):
+    assert all(ranks.run(by_own_memory))
+
+
+@pytest.mark.parametrize("kind", ["ScatterReduce", "ReduceBroadcast"])
+def test_the_memory_of_means_begins_without_what_was_left_of_gradients(kind):
+    memory = Half(0.5)
+    memory.state["w"], memory.steps["w"] = torch.ones(3), 5
+    parts = getattr(grace.torch, kind)("efsignsgd", memory).components
+    (of_means,) = (part for name, part in parts.items() if name in ("shard_memory", "answer_memory"))
+    assert (dict(of_means.state), dict(of_means.steps), of_means.decay) == ({}, {}, 0.5)
+    assert memory.steps["w"] == 5
+
+
 def test_it_refuses_what_it_cannot_carry():
     with pytest.raises(grace.ConfigError, match="Legal communicators for topk: allgather, broadcast"):
         grace.torch.ScatterReduce("topk")

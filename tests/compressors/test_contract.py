@@ -426,6 +426,7 @@ def test_shards_accumulate_alike(spec, shape):
         pieces = PiecewiseCompressor(grace.make("compressor", spec), 3)
         payload, ctx = pieces.compress_pieces(FRAMEWORKS[name].to(x), "w")
         results.append(np.asarray(pieces.accumulate(payload, ctx, FRAMEWORKS[name].to(out), 0.5)))
+        assert tuple(pieces.decompress(payload, ctx).shape) == shape
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=4 * EPSILON, atol=4 * EPSILON)
 

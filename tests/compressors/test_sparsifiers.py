@@ -143,6 +143,17 @@ def test_dgc_counts(make_x):
                 assert np.abs(x[indices]).min() >= left.max()
 
 
+@pytest.mark.parametrize("n", [32, 33, 63, 70, 1000])
+@pytest.mark.parametrize("ratio", [1 / 32, 0.2, 0.9])
+def test_chunks_leave_no_more_than_their_bound(n, ratio):
+    share = kept_count(ratio, 32) / 32
+    worst = np.ones(n, np.float32)
+    worst[n // 32 * 32 :] = 0  # at the end a larger part is sent
+    for x in (worst, normal(n), np.ones(n, np.float32)):
+        left = np.float64(x - roundtrip({"name": "topk", "ratio": ratio, "chunk": 32}, x))
+        assert np.square(left).sum() <= (1 - share) * np.square(np.float64(x)).sum() * (1 + 1e-12)
+
+
 def test_dgc_cuts_ties_by_index():
     assert indices_of(DGC(ratio=0.01), constant(1000)).tolist() == list(range(10))
 

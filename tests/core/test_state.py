@@ -87,6 +87,18 @@ def test_reads_see_staged_writes():
     assert "staged=['w']" in repr(state)
 
 
+def test_map_leaves_arrays_without_dimensions_arrays():
+    state = State()
+    state["a"], state["b"] = np.array(3.0, np.float32), {"c": np.array(4, np.int32), "d": 5.0}
+    state.map(lambda value: value * 2)
+    values = [state["a"], state["b"]["c"]]
+    assert [(type(x), x.shape, x.dtype.name, int(x)) for x in values] == [
+        (np.ndarray, (), "float32", 6),
+        (np.ndarray, (), "int32", 8),
+    ]
+    assert state["b"]["d"] == 10.0
+
+
 def test_map_reaches_arrays_numbers_and_dicts_and_keeps_staged_writes():
     state = State()
     state["a"], state["b"] = np.float32([1, 2]), {"x": np.float32([3]), "y": 4.0}

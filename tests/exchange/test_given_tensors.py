@@ -73,6 +73,40 @@ def test_no_state_holds_on_to_the_graph_of_a_gradient(two_ranks):
     assert two_ranks.run(graphs) == [[], []]
 
 
+class Magnitude(torch.nn.Module):
+    """|re + i im|, or that of the conjugate number, whose gradient torch negates only where it is read."""
+
+    def __init__(self, conjugates):
+        super().__init__()
+        self.re, self.im = (torch.nn.Parameter(torch.tensor(value)) for value in (3.0, 4.0))
+        self.conjugates = conjugates
+
+    def forward(self):
+        number = torch.complex(self.re, self.im)
+        return (number.conj() if self.conjugates else number).abs()
+
+
+def negated():
+    """Means of what is negated in memory on rank 0 alone."""
+    found = []
+    for method in ("none", "efsignsgd"):
+        model = Magnitude(grace.rank() == 0)
+        optimizer = distributed(model, method, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        (given,) = torch.autograd.grad(model(), model.im)
+        model().backward()
+        optimizer.step()
+        by_hand = known("communicator")["allgather"](method, "none").step(torch.tensor([2 - 3j]).conj().imag, "w")
+        found.append((given.is_neg(), model.re.grad.item(), model.im.grad.item(), by_hand.item()))
+    return found
+
+
+def test_numbers_that_torch_negates_where_they_are_read_are_taken_as_what_they_are(two_ranks):
+    for rank, found in enumerate(two_ranks.run(negated)):
+        for was_negated, re, im, by_hand in found:
+            assert was_negated == (rank == 0)
+            assert (re, im, by_hand) == (pytest.approx(0.6), pytest.approx(0.8), 3.0)
+
+
 def test_numbers_of_another_byte_order_are_taken_as_what_they_are():
     communicator = known("communicator")["allgather"]("none")
     assert communicator.step(np.array([1, 2.5], ">f4"), "w").tolist() == [1, 2.5]

@@ -48,6 +48,19 @@ def test_graphs_give_what_eager_calls_do():
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ALL)
+def test_payloads_of_any_shape_are_read_in_order(implementation):
+    to, back = implementation.to, implementation.back
+    codes = to(np.uint8([[0, 1], [2, 6]]))
+    scales = to(np.float32([[2], [3]]))
+    dense = dequantize(codes, scales, 3, (2, 2), bucket_size=2)
+    np.testing.assert_allclose(back(dense), [[-2, -4 / 3], [-1, 3]], rtol=1e-6)
+    packed = to(back(pack(codes, 4)).reshape(2, 1))
+    assert back(unpack(packed, 4, 4)).tolist() == [0, 1, 2, 6]
+    sparse = desparsify(to(np.float32([[4], [5]])), to(np.int32([[3], [1]])), (2, 2))
+    assert back(sparse).tolist() == [[0, 5], [0, 4]]
+
+
 X, CODES = np.ones(8, np.float32), np.zeros(8, np.uint8)
 
 
@@ -69,6 +82,7 @@ X, CODES = np.ones(8, np.float32), np.zeros(8, np.uint8)
         (lambda: desparsify(X[:2], np.int32([1]), (8,)), PayloadError, "2 values, where there must be 1"),
         (lambda: desparsify(X[:1], np.int32([8]), (8,)), PayloadError, r"8 is not in \[0, 8\)"),
         (lambda: desparsify(X[:1], np.int64([1]), (8,)), ConfigError, "indices must be of dtype int32, not int64"),
+        (lambda: desparsify(X[:2], np.array(1, np.int32), (8,)), PayloadError, "2 values, where there must be 1"),
         (lambda: sparsify([1.0], 1), TypeError, "no kernels for builtins.list"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from grace.kernels import kernels_of
-from grace.kernels.index_coding import decode, encode, index_bits
+from grace.kernels.index_coding import coded_as, decode, encode
 
 
 @pytest.mark.parametrize("n", [1, 8, 1000, 65536, 65537, 300_000])
@@ -21,7 +21,7 @@ def test_positions_survive_in_the_smallest_form(n, ratio, fixed, framework):
     np.testing.assert_array_equal(np.asarray(decode(k, coded, n)), indices)
     sizes = [32 * count] + [16 * count] * (n <= 65536) + [8 * ((n + 7) // 8)] * fixed
     assert 8 * coded.nbytes == min(sizes)
-    assert 8 * coded.nbytes == (index_bits(n, count) if fixed else index_bits(n) * count)
+    assert coded_as(n, count if fixed else None) == (k.dtype(coded), coded.shape[0] if fixed else None)
 
 
 def test_both_frameworks_send_the_same_bytes():

@@ -194,6 +194,13 @@ def test_divide_is_bit_for_bit(it, x, by):
 
 
 @every
+@pytest.mark.parametrize("by", [3.3, 70_000.0, 1e-3])
+def test_sixteen_bits_are_divided_by_a_number_that_is_not_rounded_to_them(it, by):
+    x = np.float16([1, 2.5, -10, 60])
+    same(it.run("divide", np.zeros_like(x), x, by), (x.astype(np.float32) / np.float32(by)).astype(np.float16))
+
+
+@every
 def test_divide_works_in_place_and_on_scalars(it):
     x = it.to(np.float32([1, 2, 4]))
     assert it.back(it.kernels.divide(x, x, 3)).tolist() == (np.float32([1, 2, 4]) / np.float32(3)).tolist()

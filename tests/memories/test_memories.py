@@ -175,6 +175,52 @@ def test_rescale_scales_residuals():
     assert communicator.memory.state["w"].tolist() == [0.5, 0.0]
 
 
+def test_a_moving_average_without_dimensions_is_rescaled_every_time():
+    communicator = Allgather("onebit", "loco(beta=1)")
+    communicator.memory.state["w"] = {"error": np.array(0.5, np.float32), "resets": 0}
+    for _ in range(2):
+        communicator.memory.rescale(2.0)
+    same(communicator.memory.state["w"]["error"], np.array(2, np.float32))
+    assert communicator.memory.residual_tensors("w")
+
+
+class Own(grace.Memory):
+    """A user's, as the contract shows it."""
+
+    def compensate(self, tensor, name):
+        return tensor + self.state.get(name, 0)
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name] = tensor - compressor.decompress(payload, ctx)
+
+
+class Halves(grace.Compressor):
+    """A user's, whose arithmetic is NumPy's."""
+
+    traits = grace.Traits(category="quantization", fixed_size=True)
+
+    def compress(self, tensor, name):
+        return tensor / 2, None
+
+    def decompress(self, payload, ctx):
+        return payload[0] * 1
+
+
+@frameworks
+@pytest.mark.parametrize("kind", ["Allgather", "Broadcast", "ReduceBroadcast", "ScatterReduce"])
+def test_users_parts_take_tensors_without_dimensions(make_tensor, kind):
+    means = []
+    for compressor, memory in (("block(bits=4)", Own()), ("block(bits=4)", "residual"), (Halves(), Own())):
+        if kind != "ScatterReduce" or compressor == "block(bits=4)":
+            communicator = getattr(grace.torch, kind)(compressor, memory)
+            x = make_tensor(np.array(3, np.float32))
+            means.append([communicator.step(x, "w") for _ in range(3)])
+            assert all(tuple(mean.shape) == () for mean in means[-1])
+    assert means[0] == means[1] == [3.0] * 3
+    if kind in ("Allgather", "Broadcast"):
+        assert means[2] == [1.5, 2.25, 2.625]
+
+
 # -- bad numbers -------------------------------------------------------------------------------------------
 
 

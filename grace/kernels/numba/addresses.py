@@ -69,6 +69,12 @@ def _compensated(row, factors, n, low, high):
     return x, _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
 
 
+@njit(inline="always")
+def _x_of(row, n):
+    """Return all of x, once :func:`_compensated` has computed it."""
+    return _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+
+
 @compiled
 def _fetch_ahead(row, low, high):
     """Request the memory of elements that :func:`_compensated` takes soon; they may lie beyond the end."""

@@ -10,8 +10,7 @@ import numpy as np
 from numpy import ndarray as Array
 
 from grace.kernels.bucket_codec import BucketCodec, DeviceHeader, Places
-from grace.kernels.constants import gaussian_reach
-from grace.kernels.index_coding import POSITION_BYTES
+from grace.kernels.constants import ITEM_SIZE, gaussian_reach
 from grace.kernels.numba import buckets, rounding, sparsified_buckets
 from grace.kernels.numba.addresses import FIRST, MORE, SIZE
 from grace.kernels.numba.loops import TILE, f32
@@ -149,7 +148,7 @@ class Entries(Codec):
     def __init__(self, sizes: Sequence[int], payloads: Places):
         super().__init__(sizes, payloads)
         self.plan[:, MORE] = self.counts = [values.shape[0] for values, _ in payloads]
-        self.plan[:, MORE + 1] = [POSITION_BYTES[coded.dtype] for _, coded in payloads]
+        self.plan[:, MORE + 1] = [ITEM_SIZE[coded.dtype] for _, coded in payloads]
         self.chosen = np.empty(max(self.counts, default=0), np.int32)
 
 

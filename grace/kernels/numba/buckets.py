@@ -20,6 +20,7 @@ from grace.kernels.numba.addresses import (
     _at,
     _compensated,
     _fetch_ahead,
+    _x_of,
 )
 from grace.kernels.numba.half_precision import (
     _add_bfloat16,
@@ -55,7 +56,7 @@ FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
 
 
 @compiled
-def _narrow_float16(x, out, kept):
+def _encode_float16(x, out, kept):
     for i in range(x.size):
         out[i] = _to_float16(pattern_of(x[i]))
         if kept:
@@ -63,7 +64,7 @@ def _narrow_float16(x, out, kept):
 
 
 @compiled
-def _narrow_bfloat16(x, out, kept):
+def _encode_bfloat16(x, out, kept):
     for i in range(x.size):
         out[i] = _to_bfloat16(pattern_of(x[i]))
         if kept:
@@ -88,9 +89,9 @@ def encode_numbers(rows, factors, plan, streams, wire, most, in_range, form):
                     for i in range(x.size):
                         x[i] += -x[i]
             elif form == FLOAT16:
-                _narrow_float16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+                _encode_float16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
             else:
-                _narrow_bfloat16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+                _encode_bfloat16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
         sent = float_of(largest)
         if form != FLOAT32:  # which may be Inf
             sent = _from_float16(_to_float16(largest)) if form == FLOAT16 else _from_bfloat16(_to_bfloat16(largest))
@@ -239,7 +240,7 @@ def encode_levels(
         size = max(1, min(bucket_size, n))
         scales = _at(wire + plan[v, SECOND], (n + size - 1) // size, np.float32)
         packed = _at(wire + plan[v, FIRST], (n * bits + 7) // 8, np.uint8)
-        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        x = _x_of(row, n)
         span = max(1, TILE // size) * size  # several small buckets share a tile, a large one has several
         count, done = 0, 0
         for low in range(0, n, span):
@@ -331,7 +332,7 @@ def encode_ternary(rows, factors, plan, streams, wire, most, in_range, clip):
             x, top = _compensated(row, by, n, low, min(low + TILE, n))
             largest, total = max(largest, top), total + _sum(x)
         in_range[v] = largest <= most
-        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        x = _x_of(row, n)
         # Clipping takes a second pass: its limit follows from all of x.
         limit = _deviation_limit(x, total, clip)
         scale = float_of(min(largest, pattern_of(limit)))  # of magnitudes that are clipped, the largest

@@ -3,9 +3,9 @@
 import numpy as np
 from numba import njit
 
-from grace.kernels.numba.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
+from grace.kernels.numba.addresses import FIRST, MORE, NEXT, SECOND, SIZE, _at, _compensated, _x_of
 from grace.kernels.numba.loops import TILE, compiled, i32, u8, u32, u64
-from grace.kernels.numba.primitives import _random_indices
+from grace.kernels.numba.primitives import _random_indices, _scatter_add
 from grace.kernels.numba.selection import (
     LOWERED,
     SAMPLED,
@@ -41,7 +41,7 @@ def encode_largest(rows, factors, plan, streams, wire, most, in_range, last, ind
             if guessing and count <= room:
                 count = _filter_part(x.view(np.uint32), threshold, low, indices, found, count)
         in_range[v] = largest <= most
-        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        x = _x_of(row, n)
         bits, out = x.view(np.uint32), part(chosen, 0, k)
         if guessing and not k <= count <= room:
             count = _filter(bits, _guess(bits, k, sample, _stride(n, k, 128)), room, indices, found)
@@ -66,7 +66,7 @@ def encode_chunks(rows, factors, plan, streams, wire, most, in_range, chunk, kep
             kth = _take_chunk(bits, guess, low, indices, found, part(chosen, done, done + mine))
             guess, done = pattern_of(float_of(kth) * LOWERED), done + mine
         in_range[v] = largest <= most
-        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        x = _x_of(row, n)
         _write_sparsified(
             x, part(chosen, 0, count), width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND]
         )
@@ -86,7 +86,7 @@ def encode_drawn(rows, factors, plan, streams, wire, most, in_range, drawn, scal
         _random_indices(indices, n, bits & 0xFF, bits >> 8, *words)
         for low in range(0, n, TILE):
             largest = max(largest, _compensated(row, by, n, low, min(low + TILE, n))[1])
-        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        x = _x_of(row, n)
         values = _at(wire + plan[v, FIRST], indices.size, np.float32)
         for j in range(indices.size):
             values[j] = x[indices[j]]
@@ -105,7 +105,7 @@ def decode_drawn(outs, wires, plan, weights, drawn):
         out[:] = 0
         for rank in range(wires.size):
             # Positions were drawn when this rank encoded: nothing of the wire can be out of range.
-            _add_sparsified(out, _at(wires[rank] + plan[v, FIRST], indices.size, np.float32), indices, weights[v])
+            _scatter_add(out, indices, _at(wires[rank] + plan[v, FIRST], indices.size, np.float32), weights[v])
         start += indices.size
 
 
@@ -127,16 +127,6 @@ def _write_sparsified(x, chosen, width, subtract, values_at, coded_at):
         bitmap[:] = 0
         for j in range(chosen.size):
             bitmap[chosen[j] >> 3] |= u8(1 << (chosen[j] & 7))
-
-
-@compiled
-def _add_sparsified(out, values, coded, weight):
-    for j in range(values.size):
-        index = i32(coded[j])
-        if index < 0 or index >= out.size:
-            return False
-        out[u64(index)] += weight * values[j]
-    return True
 
 
 @compiled
@@ -176,11 +166,11 @@ def decode_sparsified(outs, wires, plan, weight, chunk, kept):
         for rank in range(wires.size):
             values, coded = _at(wires[rank] + plan[v, FIRST], k, np.float32), wires[rank] + plan[v, SECOND]
             if width == 4:
-                well = _add_sparsified(out, values, _at(coded, k, np.int32), weight)
+                well = _scatter_add(out, _at(coded, k, np.int32), values, weight) == k
             elif width == 2 and chunk:
                 well = _add_chunks(out, values, _at(coded, k, np.uint16), chunk, kept, weight)
             elif width == 2:
-                well = _add_sparsified(out, values, _at(coded, k, np.uint16), weight)
+                well = _scatter_add(out, _at(coded, k, np.uint16), values, weight) == k
             else:
                 well = _add_marked(out, values, _at(coded, (n + 7) // 8, np.uint8), weight)
             if not well:

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import torch
 
 from grace.errors import ConfigError
@@ -51,7 +50,8 @@ class TorchKernels(Kernels):
             raise ConfigError(f"it is {'nested' if x.is_nested else f'sparse ({x.layout})'}; give a dense one")
         if x.is_meta:
             raise ConfigError("it is on the meta device, where tensors have no numbers")
-        return super().given(x.detach())
+        # Memory must hold the numbers themselves: torch may negate them only where they are read, as in x.conj().imag.
+        return super().given(x.detach().resolve_neg())
 
     def flat(self, x):
         return x.contiguous().view(-1)
@@ -115,9 +115,6 @@ class TorchKernels(Kernels):
     def from_bytes(self, raw, dtype, shape):
         # any other byte than 0 and 1 is no bool
         return (raw != 0 if dtype == "bool" else raw.view(DTYPES[dtype])).reshape(shape)
-
-    def host_buffer(self, n):
-        return np.empty(n, np.uint8)
 
     def adopt(self, array, dtype, shape, like):
         return torch.from_numpy(array).view(DTYPES[dtype]).reshape(shape).to(like.device)

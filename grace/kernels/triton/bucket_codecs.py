@@ -8,8 +8,7 @@ import triton
 from numpy import ndarray as Array
 
 from grace.kernels.bucket_codec import DeviceHeader, Places
-from grace.kernels.constants import gaussian_reach
-from grace.kernels.index_coding import POSITION_BYTES
+from grace.kernels.constants import ITEM_SIZE, gaussian_reach
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 from grace.kernels.torch.copies import constant
 from grace.kernels.triton import bucket_levels, bucket_tables, buckets, rounding, sparsified_buckets
@@ -213,7 +212,7 @@ class Entries(TritonCodec):
     def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, **constants: object):
         super().__init__(sizes, payloads, device, **constants)
         for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
-            row[bucket_tables.MORE.value], row[bucket_tables.WIDTH.value] = values.shape[0], POSITION_BYTES[coded.dtype]
+            row[bucket_tables.MORE.value], row[bucket_tables.WIDTH.value] = values.shape[0], ITEM_SIZE[coded.dtype]
         self.marked = bool((self.plan[:, bucket_tables.WIDTH.value] == 1).any())
         # Encoding and decoding start other numbers of programs for a variable.
         self.written_from = self.plan[:, bucket_tables.START.value].copy()

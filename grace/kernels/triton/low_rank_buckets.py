@@ -25,7 +25,7 @@ from grace.kernels.triton.bucket_tables import (
     deny,
     wire_at,
 )
-from grace.kernels.triton.random import blocks, philox, uniform
+from grace.kernels.triton.random import philox, uniform, words_at
 
 Q_KEPT, Q_NEXT = MORE, WIDTH
 """In a bucket's table: addresses of the last step's Q, and of where this one's goes; 0 for none."""
@@ -139,9 +139,8 @@ def start_factors(right, found, table, shapes, owners, step, J: tl.constexpr, RP
         value = tl.load(kept.to(tl.pointer_type(tl.float32)) + place, mask=inside, other=0.0)
     lost = (tl.load(own) == 0) | (tl.load(own + RP) != 0)
     if tl.max((lost & (k < tl.load(shape + RANK_OF))).to(tl.int32), 0) > 0:
-        key, word = tl.load(row + KEY), place % 4
-        a, b, c, d = blocks(place // 4, key, key >> 32, step, tl.load(row + DRAW))
-        words = tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
+        key = tl.load(row + KEY)
+        words = words_at(place, key, key >> 32, step, tl.load(row + DRAW))
         value = tl.where(lost[None, :], uniform(words) * 2.0 - 1.0, value)
     target = right + tl.load(shape + RIGHT) + k[None, :] * tl.load(shape + RIGHT_STEP) + j[:, None]
     tl.store(target, value, mask=inside)

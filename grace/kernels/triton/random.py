@@ -71,15 +71,20 @@ def row_of_words(first, key_low, key_high, step, draw, N: tl.constexpr):
 
 
 @triton.jit
+def words_at(element, key_low, key_high, step, draw):
+    """Return the word of each element (int64): one of the four of its block."""
+    a, b, c, d = blocks(element // 4, key_low, key_high, step, draw)
+    word = element % 4
+    return tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
+
+
+@triton.jit
 def rows_of_words(first, key_low, key_high, step, draw, ROWS: tl.constexpr, COLS: tl.constexpr, FOURS: tl.constexpr):
     """Return a row of COLS consecutive words from each element of ``first`` on; with FOURS these are multiples of 4."""
     if FOURS:
         a, b, c, d = blocks((first // 4)[:, None] + tl.arange(0, COLS // 4)[None, :], key_low, key_high, step, draw)
         return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLS])
-    element = first[:, None] + tl.arange(0, COLS)[None, :]
-    a, b, c, d = blocks(element // 4, key_low, key_high, step, draw)
-    word = element % 4
-    return tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
+    return words_at(first[:, None] + tl.arange(0, COLS)[None, :], key_low, key_high, step, draw)
 
 
 @triton.jit

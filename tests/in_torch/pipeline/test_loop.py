@@ -274,3 +274,23 @@ def test_a_smaller_last_batch_has_stages_of_its_own():
         loss_fn(model(args[0][:size]), target[:size]).backward()
         optimizer.step()
     assert close(engine.state_dict(), model.state_dict())
+
+
+@on_ranks()
+def test_a_frozen_batch_norm_evaluates_while_the_model_trains():
+    """As in fine-tuning: ``model.last.eval()`` holds until the next ``train()``."""
+    model, plain = made("Normalized"), made("Normalized")
+    model.last.eval()
+    engine, optimizer = pipeline("Normalized", model=model), sgd(plain.parameters())
+    for step in range(4):
+        if step == 2:
+            engine.train()
+        plain.last.train(step >= 2)
+        (x,), _, target = batch("Normalized", step)
+        engine.step(x, target)
+        optimizer.zero_grad()
+        for low in (0, ROWS // 2):
+            (loss_fn(plain(x[low : low + ROWS // 2]), target[low : low + ROWS // 2]) / 2).backward()
+        optimizer.step()
+    assert close(plain.state_dict(), engine.state_dict())
+    assert model.last.training

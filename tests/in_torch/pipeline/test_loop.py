@@ -114,6 +114,22 @@ def test_clipping_is_that_of_the_whole_model(kind):
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
 
 
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+@on_ranks()
+def test_a_gradient_that_is_not_finite_is_clipped_as_torch_does(kind):
+    engine, model = pipeline("FewParameters"), made("FewParameters")
+    args, _, target = batch("FewParameters")
+    engine(*args, target).backward()
+    loss_fn(model(*args), target).backward()
+    for p in (engine.parameters.get("one.bias"), model.one.bias):
+        if p is not None:
+            p.grad[0] = float("nan")
+    assert engine.clip_grad_norm_(1.0, kind).isnan()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, kind)
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    assert all(p.grad.isnan().all() for p in engine.parameters.values())
+
+
 @pytest.mark.parametrize("name", ["Normalized", "Several", "TiedEmbedding"])
 @pytest.mark.parametrize("gather", [False, True])
 @on_ranks(4)

@@ -210,4 +210,7 @@ def _make_crossing(name: str, value: object, axes: Mapping[str, int | None], equ
             f"the value of {name!r} (shape {tuple(value.shape)}) has no dimension of its own for rows, so it cannot "
             "cross between stages with different numbers of replicas: cut elsewhere, or let all stages have as many"
         )
-    return Crossing(name, tuple(value.shape), value.dtype, value.requires_grad, axis)
+    # others than torch.empty_like keeps cannot be written to as a whole
+    kept = torch.empty_like(value).stride() == value.stride()
+    strides = value.stride() if kept else None
+    return Crossing(name, tuple(value.shape), value.dtype, value.requires_grad, axis, strides)

@@ -149,6 +149,17 @@ class Spectrum(nn.Module):
         return self.b(torch.fft.irfft((torch.fft.rfft(self.a(x)) * (1 + 0.5j)).conj(), n=8))
 
 
+class Recurrent(nn.Module):
+    """Returns states, whose second dimension is that of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.cells = nn.Linear(8, 8), nn.LSTM(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(self.a(x).unflatten(1, (2, 4)))[1][0]
+
+
 def by_token(output, target):
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
@@ -181,6 +192,7 @@ MODELS = {
     "keywords": (Keywords, by_keywords, F.mse_loss, {}),
     "table": (Table, rows_of_a_table, F.mse_loss, {"sparse_as_dense": True}),
     "weighted": (Weighted, values, F.mse_loss, {"schedule": "1f1b"}),
+    "recurrent": (Recurrent, values, of_squares, {}),
     "windows": (Windows, values, F.mse_loss, {"cuts": ["tanh"]}),
     "spectrum": (Spectrum, values, F.mse_loss, {"cuts": ["mul"]}),
 }

@@ -319,7 +319,7 @@ class Pipeline:
             if modes != self._cut_modes:  # in evaluation the graph has no dropout, and batch norms of another kind
                 holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
                 nodes = evaluation_stages(batch.atoms.graph(batch.rows), nodes, holders)
-            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.plan.recompute)
+            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.plan.recompute, not self.training)
         return self._built[key]
 
     # -- training -----------------------------------------------------------------------------------------
@@ -511,7 +511,8 @@ class Pipeline:
         return self.train(False)
 
     def evaluate(self, *args: object, gather: bool = False, **kwargs: object) -> Any:
-        """Return the model's outputs, without gradients, on every rank.
+        """Return the model's outputs, without gradients, on every rank: rows of all micro-batches. Outputs that have no
+        rows, such as a loss, are averaged over micro-batches.
 
         Args:
             args, kwargs: arguments of the model, without a target.
@@ -524,4 +525,5 @@ class Pipeline:
             outputs = run_forward(built.stage, chunks)
         by_replica = self.inputs == "replica"
         # a rank that passed the whole batch gets the outputs of the whole batch
-        return built.output(gather_outputs(outputs, self.mesh, gather or not by_replica, by_replica))
+        every = gather or not by_replica
+        return built.output(gather_outputs(outputs, built.output_axes, self.mesh, every, by_replica))

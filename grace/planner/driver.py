@@ -13,6 +13,7 @@ It is then watched: a link that becomes slower is told, and with ``replan`` plan
 2 ``replan`` steps later. Whatever fails while planning is one line, and training goes on uncompressed on all ranks.
 """
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -160,14 +161,24 @@ class Driver:
         return json.dumps(state._asdict())
 
     def resumed_from(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
-        """Return a checkpoint's state, or None if it is of another cluster; raise ConfigError if it is damaged."""
+        """Return the state to go on from, or None if the checkpoint has none. For one of another cluster, where other
+        costs hold, that is to plan at once; until then its strategy keeps what memories hold. Raise ConfigError if the
+        state is damaged."""
         if not saved or "plan" not in saved:
             return None
         try:
             resumed = Resumed(**json.loads(saved["plan"]))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the checkpoint's plan is damaged: {error!r}") from error
-        return resumed if resumed.cluster == self.cluster else None  # on other ranks other costs hold
+        if not self.is_elsewhere(resumed):
+            return resumed
+        ranks, nodes = self.cluster
+        strategy = dataclasses.replace(Strategy.from_dict(resumed.strategy), world_size=ranks, nodes=nodes)
+        return resumed._replace(strategy=strategy.to_dict(), plan=None, settled=False, usual=None)
+
+    def is_elsewhere(self, resumed: "Resumed | None") -> bool:
+        """Return True if a checkpoint's state is of another number of ranks or nodes, or if there is none."""
+        return resumed is None or resumed.cluster != self.cluster
 
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""

@@ -359,11 +359,22 @@ def test_a_damaged_plan_is_refused(monkeypatch, damage):
         run.driver.resumed_from({"plan": damage})
 
 
-def test_a_plan_for_another_cluster_is_left(monkeypatch):
-    run = Run(monkeypatch, SECONDS)
-    told = json.loads(run.driver.document())
-    assert run.driver.resumed_from({"plan": json.dumps({**told, "cluster": [8, 2]})}) is None
+def test_on_another_cluster_all_is_planned_anew_from_the_strategy_that_was(monkeypatch):
+    run = Run(monkeypatch, SECONDS, replan=50)
     assert run.driver.resumed_from(None) is None
+    run.steps(UNTIL_CHOSEN + 20)
+    told = json.loads(run.driver.document())
+    elsewhere = {**told["strategy"], "cluster": {"world_size": 8, "nodes": 2}}
+    again = Run(monkeypatch, SECONDS, replan=50)
+    saved = {"plan": json.dumps({**told, "strategy": elsewhere, "cluster": [8, 2]})}
+    found = again.driver.resumed_from(saved)
+    assert found.strategy == STRATEGIES["topk"].to_dict()
+    again.switch(STRATEGIES["topk"])
+    again.driver.resume(found)
+    assert again.driver.plan is None
+    again.steps(1 + UNTIL_CHOSEN - WARM)
+    assert again.used[:2] == ["topk", "none"]
+    assert again.driver.plan == {"chosen": "topk"}
 
 
 @pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHOSEN + 1])

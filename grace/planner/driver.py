@@ -42,8 +42,9 @@ TRIED, FINALISTS = 4, 2
 """Candidates that are tried, beside the baseline; and that have further turns."""
 TRIALS, BEHIND = 48, 0.5
 """Steps of all turns, at most; and the part of the fastest one's step by which another's may be longer in a round."""
-WATCH_SECONDS, WATCH_FIRST = 0.25, 5
-"""About how much training lies between two looks at a settled run, and the steps until the first one."""
+WATCH_SECONDS, WATCH_FIRST, WATCH_USUAL = 0.25, 5, 3
+"""About how much training lies between two looks at a settled run; the steps until the first one; and the looks whose
+least wait is the usual one."""
 SLOWER, FELT = 2.0, 0.2
 """The factor by which a wait must have grown, in two looks, and the part of a step that this must take."""
 T = TypeVar("T")
@@ -55,8 +56,8 @@ class PlanningError(Exception):
 
 class Resumed(NamedTuple):
     """State of planning in a checkpoint: name and document of the run's strategy; the plan, None before there is one;
-    True if it was chosen; steps until all is measured again, 0 for never; the numbers of ranks and nodes; and the wait
-    and the step of the first look at the settled run, in seconds, None before it."""
+    True if it was chosen; steps until all is measured again, 0 for never; the numbers of ranks and nodes; and the usual
+    wait and step of the settled run, in seconds, None before its first look."""
 
     current: str
     strategy: dict[str, object]
@@ -109,7 +110,7 @@ class Driver:
         self.watch: LinkWatch | None = None
         """Watch over the links of a settled run of several ranks; None before, and for one rank."""
         self.usual: Sequence[float] | None = None
-        """Wait and step of the first look at the settled run, in seconds; None before."""
+        """Usual wait and step of the settled run, in seconds; None before its first look."""
         self.phases = self._train_and_plan(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
@@ -353,7 +354,7 @@ class LinkWatch:
     """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take.
 
     Args:
-        usual: wait and step of the run's first look, in seconds; None to take them from the next look.
+        usual: usual wait and step, in seconds; None to take them from the next looks.
     """
 
     def __init__(self, usual: Sequence[float] | None = None) -> None:
@@ -361,6 +362,8 @@ class LinkWatch:
         """Steps until the next look."""
         self.timed: list[tuple[float, float]] = []
         self.usual = usual
+        self.left_for_usual = WATCH_USUAL if usual is None else 0
+        """Looks that may still lower the usual wait: what else a machine does makes waits longer only."""
         self.times = 0
         """Looks in a row that found longer waits."""
 
@@ -382,7 +385,11 @@ class LinkWatch:
         self.timed, self.steps = [], min(1000, max(2, round(WATCH_SECONDS / max(step, 1e-6))))
         if step <= 0:  # no step since the last look had one exchange
             return ""
-        before, whole = self.usual = self.usual or (wait, step)
+        if self.left_for_usual:
+            self.left_for_usual -= 1
+            self.usual = min(tuple(self.usual or (wait, step)), (wait, step))
+        assert self.usual is not None  # given, or known since the first look
+        before, whole = self.usual
         longer = wait > SLOWER * before and wait - before > FELT * whole
         self.times = self.times + 1 if longer else 0
         if self.times < 2:  # one look may fall on a passing disturbance

@@ -280,6 +280,15 @@ def test_a_slower_link_is_planned_for_within_5_seconds(monkeypatch):
     assert run.driver.plan["chosen"] == "qsgd"
 
 
+def test_a_disturbed_first_look_does_not_hide_a_slower_link(monkeypatch):
+    run = Run(monkeypatch, SECONDS, backend=Alike())
+    run.steps(UNTIL_CHOSEN)
+    for seconds, count in ((0.2, WATCH_FIRST), (0.02, 50), (0.2, 50)):
+        run.seconds["topk"] = seconds
+        run.steps(count)
+    assert "steps wait 200 ms for exchanges, and 20 when this was chosen" in run.said[-1]
+
+
 @pytest.mark.parametrize("replan", [0, 100_000])
 @pytest.mark.parametrize("told", [False, True])
 def test_a_resumed_run_knows_the_link_that_its_plan_was_made_for(monkeypatch, told, replan):

@@ -13,6 +13,7 @@ It is then watched: a link that becomes slower is told, and with ``replan`` plan
 2 ``replan`` steps later. Whatever fails while planning is one line, and training goes on uncompressed on all ranks.
 """
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -41,8 +42,9 @@ TRIED, FINALISTS = 4, 2
 """Candidates that are tried, beside the baseline; and that have further turns."""
 TRIALS, BEHIND = 48, 0.5
 """Steps of all turns, at most; and the part of the fastest one's step by which another's may be longer in a round."""
-WATCH_SECONDS, WATCH_FIRST = 0.25, 5
-"""About how much training lies between two looks at a settled run, and the steps until the first one."""
+WATCH_SECONDS, WATCH_FIRST, WATCH_USUAL = 0.25, 5, 3
+"""About how much training lies between two looks at a settled run; the steps until the first one; and the looks whose
+least wait is the usual one."""
 SLOWER, FELT = 2.0, 0.2
 """The factor by which a wait must have grown, in two looks, and the part of a step that this must take."""
 T = TypeVar("T")
@@ -54,8 +56,8 @@ class PlanningError(Exception):
 
 class Resumed(NamedTuple):
     """State of planning in a checkpoint: name and document of the run's strategy; the plan, None before there is one;
-    True if it was chosen; steps until all is measured again, 0 for never; the numbers of ranks and nodes; and the wait
-    and the step of the first look at the settled run, in seconds, None before it."""
+    True if it was chosen; steps until all is measured again, 0 for never; the numbers of ranks and nodes; and the usual
+    wait and step of the settled run, in seconds, None before its first look."""
 
     current: str
     strategy: dict[str, object]
@@ -108,7 +110,7 @@ class Driver:
         self.watch: LinkWatch | None = None
         """Watch over the links of a settled run of several ranks; None before, and for one rank."""
         self.usual: Sequence[float] | None = None
-        """Wait and step of the first look at the settled run, in seconds; None before."""
+        """Usual wait and step of the settled run, in seconds; None before its first look."""
         self.phases = self._train_and_plan(WARM)
         """Parts of planning, one after the other; each yields the number of steps to train before it goes on."""
         self._advance()
@@ -160,14 +162,24 @@ class Driver:
         return json.dumps(state._asdict())
 
     def resumed_from(self, saved: Mapping[str, Any] | None) -> "Resumed | None":
-        """Return a checkpoint's state, or None if it is of another cluster; raise ConfigError if it is damaged."""
+        """Return the state to go on from, or None if the checkpoint has none. For one of another cluster, where other
+        costs hold, that is to plan at once; until then its strategy keeps what memories hold. Raise ConfigError if the
+        state is damaged."""
         if not saved or "plan" not in saved:
             return None
         try:
             resumed = Resumed(**json.loads(saved["plan"]))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the checkpoint's plan is damaged: {error!r}") from error
-        return resumed if resumed.cluster == self.cluster else None  # on other ranks other costs hold
+        if not self.is_elsewhere(resumed):
+            return resumed
+        ranks, nodes = self.cluster
+        strategy = dataclasses.replace(Strategy.from_dict(resumed.strategy), world_size=ranks, nodes=nodes)
+        return resumed._replace(strategy=strategy.to_dict(), plan=None, settled=False, usual=None)
+
+    def is_elsewhere(self, resumed: "Resumed | None") -> bool:
+        """Return True if a checkpoint's state is of another number of ranks or nodes, or if there is none."""
+        return resumed is None or resumed.cluster != self.cluster
 
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
@@ -342,7 +354,7 @@ class LinkWatch:
     """Looks at a settled run every few steps: how long ranks wait for exchanges, and how long steps take.
 
     Args:
-        usual: wait and step of the run's first look, in seconds; None to take them from the next look.
+        usual: usual wait and step, in seconds; None to take them from the next looks.
     """
 
     def __init__(self, usual: Sequence[float] | None = None) -> None:
@@ -350,6 +362,8 @@ class LinkWatch:
         """Steps until the next look."""
         self.timed: list[tuple[float, float]] = []
         self.usual = usual
+        self.left_for_usual = WATCH_USUAL if usual is None else 0
+        """Looks that may still lower the usual wait: what else a machine does makes waits longer only."""
         self.times = 0
         """Looks in a row that found longer waits."""
 
@@ -371,7 +385,11 @@ class LinkWatch:
         self.timed, self.steps = [], min(1000, max(2, round(WATCH_SECONDS / max(step, 1e-6))))
         if step <= 0:  # no step since the last look had one exchange
             return ""
-        before, whole = self.usual = self.usual or (wait, step)
+        if self.left_for_usual:
+            self.left_for_usual -= 1
+            self.usual = min(tuple(self.usual or (wait, step)), (wait, step))
+        assert self.usual is not None  # given, or known since the first look
+        before, whole = self.usual
         longer = wait > SLOWER * before and wait - before > FELT * whole
         self.times = self.times + 1 if longer else 0
         if self.times < 2:  # one look may fall on a passing disturbance

@@ -178,8 +178,9 @@ class Session:
             return
         checkpoint.compare(former.backend, saved, memory)
         resumed = auto.resumed_from(saved)
+        memory = "keep" if auto.is_elsewhere(resumed) and memory == "strict" else memory
         if resumed is None:  # the memories that fit go into the run's own plan
-            checkpoint.load(former, lambda: saved, "keep" if memory == "strict" else memory, self.inside)
+            checkpoint.load(former, lambda: saved, memory, self.inside)
             return
         runner = build_replacement(former, StrategyPlan(resumed.strategy), self.check)
         try:

@@ -257,7 +257,7 @@ def load_state(
             try:
                 checkpoint.compare(former.backend, saved, memory, error)
                 resumed = session.auto.resumed_from(saved)
-                memory = "keep" if resumed is None and memory == "strict" else memory
+                memory = "keep" if session.auto.is_elsewhere(resumed) and memory == "strict" else memory
                 if resumed is not None:
                     runner, plan = session.build_runner(resumed.strategy)
             except Exception as raised:  # known to all ranks of this group; other groups hear of it below

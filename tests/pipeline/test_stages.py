@@ -143,6 +143,12 @@ def test_finer_blocks_are_tried_before_memory_is_said_not_to_suffice():
         plan(chain(1000, parameters=1e6, rows=8), 2, 8, FAST, memory=495 * 3e6, **room)
 
 
+def test_the_least_shortage_is_said_if_devices_may_stay_unused():
+    graph = chain(8, parameters=1e9, rows=8)
+    with pytest.raises(ConfigError, match=r"used least \(4 stages, .* needs 6 GB, .* 2.4 GB are missing$"):
+        plan(graph, 4, 8, FAST, memory=4e9, fewer=True)
+
+
 def test_planning_ends_where_nodes_that_are_together_do_not_fit():
     graph = chain(4, parameters=1e9, rows=8)
     whole = Graph(graph.nodes, graph.inputs, graph.outputs, 8, (frozenset({"n0", "n3"}),))

@@ -280,6 +280,15 @@ def test_a_slower_link_is_planned_for_within_5_seconds(monkeypatch):
     assert run.driver.plan["chosen"] == "qsgd"
 
 
+def test_a_disturbed_first_look_does_not_hide_a_slower_link(monkeypatch):
+    run = Run(monkeypatch, SECONDS, backend=Alike())
+    run.steps(UNTIL_CHOSEN)
+    for seconds, count in ((0.2, WATCH_FIRST), (0.02, 50), (0.2, 50)):
+        run.seconds["topk"] = seconds
+        run.steps(count)
+    assert "steps wait 200 ms for exchanges, and 20 when this was chosen" in run.said[-1]
+
+
 @pytest.mark.parametrize("replan", [0, 100_000])
 @pytest.mark.parametrize("told", [False, True])
 def test_a_resumed_run_knows_the_link_that_its_plan_was_made_for(monkeypatch, told, replan):
@@ -359,11 +368,22 @@ def test_a_damaged_plan_is_refused(monkeypatch, damage):
         run.driver.resumed_from({"plan": damage})
 
 
-def test_a_plan_for_another_cluster_is_left(monkeypatch):
-    run = Run(monkeypatch, SECONDS)
-    told = json.loads(run.driver.document())
-    assert run.driver.resumed_from({"plan": json.dumps({**told, "cluster": [8, 2]})}) is None
+def test_on_another_cluster_all_is_planned_anew_from_the_strategy_that_was(monkeypatch):
+    run = Run(monkeypatch, SECONDS, replan=50)
     assert run.driver.resumed_from(None) is None
+    run.steps(UNTIL_CHOSEN + 20)
+    told = json.loads(run.driver.document())
+    elsewhere = {**told["strategy"], "cluster": {"world_size": 8, "nodes": 2}}
+    again = Run(monkeypatch, SECONDS, replan=50)
+    saved = {"plan": json.dumps({**told, "strategy": elsewhere, "cluster": [8, 2]})}
+    found = again.driver.resumed_from(saved)
+    assert found.strategy == STRATEGIES["topk"].to_dict()
+    again.switch(STRATEGIES["topk"])
+    again.driver.resume(found)
+    assert again.driver.plan is None
+    again.steps(1 + UNTIL_CHOSEN - WARM)
+    assert again.used[:2] == ["topk", "none"]
+    assert again.driver.plan == {"chosen": "topk"}
 
 
 @pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHOSEN + 1])

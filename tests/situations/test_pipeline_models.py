@@ -125,6 +125,41 @@ class Weighted(nn.Module):
         return self.last(h)
 
 
+class Windows(nn.Module):
+    """Overlapping windows by strides, as Longformer's models take them, of a value that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(12, 4)
+
+    def forward(self, x):
+        turned = torch.tanh(self.a(x).t())  # of shape (8, rows), and strides (1, 8)
+        windows = turned.as_strided((x.shape[0], 3, 4), (turned.stride(1), 2 * turned.stride(0), turned.stride(0)))
+        return self.b(windows.flatten(1))
+
+
+class Spectrum(nn.Module):
+    """Complex values between layers, whose gradients are lazy conjugates."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(torch.fft.irfft((torch.fft.rfft(self.a(x)) * (1 + 0.5j)).conj(), n=8))
+
+
+class Recurrent(nn.Module):
+    """Returns states, whose second dimension is that of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.cells = nn.Linear(8, 8), nn.LSTM(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(self.a(x).unflatten(1, (2, 4)))[1][0]
+
+
 def by_token(output, target):
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
@@ -157,6 +192,9 @@ MODELS = {
     "keywords": (Keywords, by_keywords, F.mse_loss, {}),
     "table": (Table, rows_of_a_table, F.mse_loss, {"sparse_as_dense": True}),
     "weighted": (Weighted, values, F.mse_loss, {"schedule": "1f1b"}),
+    "recurrent": (Recurrent, values, of_squares, {}),
+    "windows": (Windows, values, F.mse_loss, {"cuts": ["tanh"]}),
+    "spectrum": (Spectrum, values, F.mse_loss, {"cuts": ["mul"]}),
 }
 
 

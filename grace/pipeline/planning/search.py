@@ -39,6 +39,22 @@ Numbers = int | Iterable[int] | None
 """A number, several possible numbers, or None for any."""
 
 
+class MemoryShortage(ConfigError):
+    """Error of a search of which every cut needs more memory than there is; the fullest rank misses ``missing`` bytes
+    where memory is used least."""
+
+    def __init__(self, message: str, missing: float):
+        super().__init__(message)
+        self.missing = missing
+
+
+def nearest_refusal(refused: Sequence[ConfigError]) -> ConfigError:
+    """Return the error of the search that came nearest to a plan: the smallest shortage of memory, or the last error if
+    memory suffices for all."""
+    shortages = [one for one in refused if isinstance(one, MemoryShortage)]
+    return min(shortages, key=lambda one: one.missing) if shortages else refused[-1]
+
+
 @dataclasses.dataclass(frozen=True)
 class SearchOptions:
     """Constraints of a search, and facts about the devices and the training.
@@ -166,15 +182,15 @@ def search_plan(
         block_counts = [len(options.cuts) + 1]
     least = math.ceil(devices * LEAST_USED) if options.fewer else devices
     found: list[Plan] = []
-    refused = ConfigError("blocks= must be at least one number")
+    refused = [ConfigError("blocks= must be at least one number")]
     for used, most in itertools.product(range(devices, least - 1, -1), block_counts):
         space = space_of(graph, used, batch, links, options, most)
         try:
             found.append(search(space, options))
         except ConfigError as error:
-            refused = error
+            refused.append(error)
     if not found:
-        raise refused
+        raise nearest_refusal(refused)
     best = min(found, key=lambda plan: round(plan.seconds, 9))  # of equal plans the one with most devices
     method = options.compressor if options.strategy is None else options.strategy
     return dataclasses.replace(best, limit=options.memory, compressor=_described(method))
@@ -379,9 +395,10 @@ def _memory_error(space: Space, searches: Sequence[StageSearch]) -> ConfigError:
     several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
     # a border that moves within two blocks might do
     finer = space.count > len(cut.ends) and missing <= 2 * max(several, default=0.0)
-    return ConfigError(
+    return MemoryShortage(
         f"memory does not suffice: even where it is used least ({len(cut.ends)} stages, {setting.schedule}, "
         f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}) needs "
         f"{show_bytes(needed)}, and may use {show_bytes(space.limit)}: {show_bytes(missing)} are missing"
-        + (f"; blocks={2 * space.count} cuts finer" if finer else "")
+        + (f"; blocks={2 * space.count} cuts finer" if finer else ""),
+        missing,
     )

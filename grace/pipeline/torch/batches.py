@@ -125,11 +125,14 @@ def _broadcast_tensors(
         yield mesh.broadcast(fresh, rank)
 
 
-def gather_outputs(outputs: Sequence[Sequence[object]], mesh: Mesh, every: bool, by_replica: bool) -> list[object]:
+def gather_outputs(
+    outputs: Sequence[Sequence[object]], axes: Sequence[int | None], mesh: Mesh, every: bool, by_replica: bool
+) -> list[object]:
     """Gather the flat outputs of all micro-batches as those of one batch, on every rank.
 
     Args:
         outputs: outputs of this rank's micro-batches, if it has the last stage.
+        axes: the dimension of rows of each output; None if it has no rows.
         mesh: the pipeline's ranks.
         every: True for the outputs of all replicas, in the order of the batch, instead of this rank's replica.
         by_replica: True if each replica has a batch of its own, and the whole batch is their concatenation.
@@ -141,7 +144,7 @@ def gather_outputs(outputs: Sequence[Sequence[object]], mesh: Mesh, every: bool,
     # a batch of all replicas was cut into micro-batches first, and each of them by replicas
     in_order = wanted if by_replica else zip(*wanted, strict=True)
     chunks = [chunk for one in in_order for chunk in one]
-    return [_concatenate(parts) for parts in zip(*chunks, strict=True)]
+    return [_concatenate(parts, axis) for parts, axis in zip(zip(*chunks, strict=True), axes, strict=True)]
 
 
 def _broadcast_outputs(outputs: Sequence[Sequence[object]], rank: int, mesh: Mesh) -> list[list[object]]:
@@ -157,10 +160,15 @@ def _broadcast_outputs(outputs: Sequence[Sequence[object]], rank: int, mesh: Mes
     return [[next(tensors) if isinstance(kind, _TensorKind) else kind for kind in chunk] for chunk in received]
 
 
-def _concatenate(parts: Sequence[object]) -> object:
-    """Concatenate the rows of all micro-batches; average values that have no rows. A value that is no tensor is the
-    same for all."""
+def _concatenate(parts: Sequence[object], axis: int | None) -> object:
+    """Concatenate the rows of all micro-batches; average values that have no rows and differ. A value that is no tensor
+    is the same for all."""
     tensors = [one for one in parts if isinstance(one, torch.Tensor)]
     if not tensors:
         return parts[0]
-    return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors).float().mean().to(tensors[0].dtype)
+    if axis is not None:
+        return torch.cat(tensors, axis)
+    if all(torch.equal(one, tensors[0]) for one in tensors):  # a weight, or a count of layers
+        return tensors[0]
+    dtype = tensors[0].dtype
+    return torch.stack(tensors).to(torch.promote_types(dtype, torch.float64)).mean(0).to(dtype)

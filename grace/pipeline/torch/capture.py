@@ -146,6 +146,25 @@ def capture(model: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str,
     return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def training_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Return a context in which a model is in training mode, as a whole if it evaluates. In a model that trains some
+    modules may evaluate, such as frozen batch norms; they stay as they are."""
+    modes = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def modes_of(model: torch.nn.Module) -> tuple[bool, ...]:
+    """Return for each module of a model True if it is in training mode."""
+    return tuple(module.training for module in model.modules())
+
+
 class WithinBlock:
     """An operation that runs in the context of a block of the model, which ``context`` makes of ``arguments``."""
 

@@ -21,7 +21,14 @@ from grace.core.atomic_files import atomic_write
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.torch.atomic_subcomponents import Atoms, CapturedBatch, storage_ids, tensor_leaves
 from grace.pipeline.torch.batches import slice_rows
-from grace.pipeline.torch.capture import check_plain_model, fake_values, first_device, split_call, written_nodes
+from grace.pipeline.torch.capture import (
+    check_plain_model,
+    fake_values,
+    first_device,
+    split_call,
+    training_mode,
+    written_nodes,
+)
 
 REPEATS = 5
 """Least number of runs of a node."""
@@ -132,7 +139,7 @@ def build_graph(
     """Return a model's atomic subcomponents and their costs, as :class:`grace.torch.Pipeline` plans with on every rank.
 
     Args:
-        model: any module that ``torch.export`` takes; it is put into training mode. One on ``meta`` is never run.
+        model: any module that ``torch.export`` takes. One on ``meta`` is never run.
         example_inputs: as :class:`grace.torch.Pipeline` takes them.
         dry: estimate seconds from FLOPs and bytes, and run nothing.
         profiles: the file of measured seconds; None measures anew.
@@ -145,8 +152,9 @@ def build_graph(
     (4, ['linear'], (3, 2))
     """
     check_plain_model(model)
-    batch = CapturedBatch(model.train(True), *split_call(example_inputs))
-    return batch.atoms.graph(batch.rows, costs_by_rows(batch, dry, profiles))
+    with training_mode(model):
+        batch = CapturedBatch(model, *split_call(example_inputs))
+        return batch.atoms.graph(batch.rows, costs_by_rows(batch, dry, profiles))
 
 
 def _read_profiles(file: str | Path | None) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from grace.pipeline.torch import node_costs, pipeline_state
 from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
 from grace.pipeline.torch.batches import broadcast_batch, count_rows, gather_outputs, micro_batches
 from grace.pipeline.torch.call_comparison import CallComparison
-from grace.pipeline.torch.capture import check_plain_model, split_call
+from grace.pipeline.torch.capture import check_plain_model, modes_of, split_call, training_mode
 from grace.pipeline.torch.mesh import Mesh, failing_together
 from grace.pipeline.torch.pipeline_state import OptimizerStateDict, StageTensors
 from grace.pipeline.torch.plan_search import (
@@ -56,8 +56,8 @@ class Pipeline:
     """A model that runs in stages on several ranks. Every rank must make it, and make the same calls.
 
     Args:
-        model: any module that ``torch.export`` takes. It is not changed; each rank trains the parameters of its stage
-            in place.
+        model: any module that ``torch.export`` takes. Each rank trains the parameters of its stage in place. Modules
+            that are in evaluation mode stay so until ``engine.train()``.
         example_inputs: a tensor, a tuple of arguments, or ``(args, kwargs)`` with a tuple and a dict; the model is cut
             for these. If left out, at the first batch.
         loss_fn: of the model's output and the target; None for a model that returns its loss. It must be a mean over
@@ -166,7 +166,6 @@ class Pipeline:
         self.profiles = node_costs.cache_file() if profiles is True else profiles or None
         named = {"compressor": compressor, "memory": residual, "communicator": communicator, "strategy": strategy}
         self.options = {**options, **{name: value for name, value in named.items() if value is not None}}
-        self.training = model.training
         self._exchanging = True
         """False within ``no_sync()``."""
         self._pending = False
@@ -185,15 +184,16 @@ class Pipeline:
     def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
         # 1. capture the model
-        with failing_together(self.backend):
-            check_optimizer_state_whole(self.make_optimizer)
-            self.model.train(True)
-            batch = CapturedBatch(self.model, args, kwargs, self.whole)
-        self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
-        # 2. read or search the plan, the same on all ranks
-        plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
-        if plan is None:
-            plan = self._search_plan(batch)
+        with training_mode(self.model):
+            with failing_together(self.backend):
+                check_optimizer_state_whole(self.make_optimizer)
+                batch = CapturedBatch(self.model, args, kwargs, self.whole)
+            self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
+            self._cut_modes = modes_of(self.model)
+            # 2. read or search the plan, the same on all ranks
+            plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
+            if plan is None:
+                plan = self._search_plan(batch)
         plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
         self.plan = plan
         # 3. make the groups of ranks, and this rank's part of the model
@@ -308,18 +308,18 @@ class Pipeline:
         return (built, [built.inputs(one) for one in chunks], parts), shape_key(leaves), compared
 
     def _stage_for(self, flat: Sequence[object]) -> BuiltStage:
-        """Return this rank's stage for micro-batches of these shapes, in the mode that is set."""
+        """Return this rank's stage for micro-batches of these shapes, in the modes that the model's modules are in."""
         assert self.plan is not None
-        key = (self.training, shape_key(flat))  # a last batch may have fewer rows, and autocast other dtypes
+        modes = modes_of(self.model)
+        key = (modes, shape_key(flat))  # a last batch may have fewer rows, and autocast other dtypes
         if key not in self._built:
-            self.model.train(self.training)
             args, kwargs = pytree.tree_unflatten(list(flat), self._captured.in_spec)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
             nodes: Sequence[Sequence[str]] = self.nodes
-            if not self.training:  # the graph has no dropout, and batch norms of another kind
+            if modes != self._cut_modes:  # in evaluation the graph has no dropout, and batch norms of another kind
                 holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
                 nodes = evaluation_stages(batch.atoms.graph(batch.rows), nodes, holders)
-            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.plan.recompute)
+            self._built[key] = BuiltStage(batch, nodes, self.mesh, self.plan.recompute, not self.training)
         return self._built[key]
 
     # -- training -----------------------------------------------------------------------------------------
@@ -496,17 +496,23 @@ class Pipeline:
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
+    @property
+    def training(self) -> bool:
+        """True if the model is in training mode. Single modules may be in another one: ``model.norm.eval()``."""
+        return self.model.training
+
     def train(self, mode: bool = True) -> "Pipeline":
-        """Set training mode as ``Module.train`` does."""
-        self.training = mode
+        """Set the model's training mode by ``model.train``."""
+        self.model.train(mode)
         return self
 
     def eval(self) -> "Pipeline":
-        """Set evaluation mode as ``Module.eval`` does."""
+        """Set the model's evaluation mode, as ``Module.eval`` does."""
         return self.train(False)
 
     def evaluate(self, *args: object, gather: bool = False, **kwargs: object) -> Any:
-        """Return the model's outputs, without gradients, on every rank.
+        """Return the model's outputs, without gradients, on every rank: rows of all micro-batches. Outputs that have no
+        rows, such as a loss, are averaged over micro-batches.
 
         Args:
             args, kwargs: arguments of the model, without a target.
@@ -519,4 +525,5 @@ class Pipeline:
             outputs = run_forward(built.stage, chunks)
         by_replica = self.inputs == "replica"
         # a rank that passed the whole batch gets the outputs of the whole batch
-        return built.output(gather_outputs(outputs, self.mesh, gather or not by_replica, by_replica))
+        every = gather or not by_replica
+        return built.output(gather_outputs(outputs, built.output_axes, self.mesh, every, by_replica))

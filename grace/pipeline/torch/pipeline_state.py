@@ -49,7 +49,7 @@ class StageTensors:
 
     Attributes:
         parameter_holders, buffer_holders: numbers of the stages that have each parameter, and each buffer, by its name.
-            A tensor that no stage reads belongs to the first stage.
+            A tensor that no stage reads belongs to a stage of its module, or else to the first stage.
         parameters, buffers: this rank's, by name.
     """
 
@@ -60,9 +60,11 @@ class StageTensors:
         buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
         read = [spec.attributes for spec in stage_specs(atoms, nodes)]
         holders = {
-            name: tuple(stage for stage, own in enumerate(read) if name in own) or (0,)
-            for name in (*parameters, *buffers)
+            name: tuple(stage for stage, own in enumerate(read) if name in own) for name in (*parameters, *buffers)
         }
+        # a frozen batch norm's counter is not read, until the norm trains
+        stage_of_module = {name.rpartition(".")[0]: stages[:1] for name, stages in holders.items() if stages}
+        holders = {name: own or stage_of_module.get(name.rpartition(".")[0], (0,)) for name, own in holders.items()}
         self.parameter_holders = {name: holders[name] for name in parameters}
         self.buffer_holders = {name: holders[name] for name in buffers}
         self.parameters = {name: p for name, p in parameters.items() if mesh.stage in holders[name]}

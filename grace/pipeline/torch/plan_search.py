@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.search import SearchOptions, search_plan
+from grace.pipeline.planning.search import SearchOptions, nearest_refusal, search_plan
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links, Network
 from grace.planner.step_timer import undisturbed
@@ -53,17 +53,17 @@ def search_plan_by_throughput(
                 'grace.torch.Pipeline(..., inputs="global"), and every rank passes the whole batch'
             )
     plans = list[Plan]()
-    error = ConfigError(f"{ranks} ranks cannot have {options.replicas} replicas of every stage")
+    refused = [ConfigError(f"{ranks} ranks cannot have {options.replicas} replicas of every stage")]
     # each number of replicas is another batch, so that steps are compared by rows per second
     for replicas in counts:
         batch = rows * (replicas or (max(by_stage) if each and by_stage else 1))
         chosen = options if replicas is None else dataclasses.replace(options, replicas=replicas)
         try:
             plans.append(search_plan(graph, ranks, batch, links or DEFAULT_LINKS, chosen))
-        except ConfigError as refused:
-            error = refused
+        except ConfigError as error:
+            refused.append(error)
     if not plans:
-        raise error
+        raise nearest_refusal(refused)
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
 
 

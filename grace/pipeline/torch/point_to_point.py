@@ -30,6 +30,7 @@ class Crossing:
     Attributes:
         name: name of the value's node.
         shape: shape of this rank's rows of the value.
+        strides: strides of these rows where the value is computed; None if some of its memory is shared or left out.
         dtype: dtype of the value, and of its gradient.
         differentiable: True if a gradient comes back.
         axis: dimension of the rows; None if all replicas pair up one to one.
@@ -40,6 +41,7 @@ class Crossing:
     dtype: torch.dtype
     differentiable: bool
     axis: int | None = None
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -160,7 +162,8 @@ class PointToPointStage:
                 tensor = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
             for rank, first, rows in peers:
                 part = tensor.detach() if len(peers) == 1 else tensor.detach().narrow(value.axis or 0, first, rows)
-                part = part.to(value.dtype).contiguous()  # a gradient may have another dtype or layout than the value
+                # a gradient may have another dtype or layout than the value; conjugates are not computed until here
+                part = part.to(value.dtype).resolve_conj().resolve_neg().contiguous()
                 if part.numel():
                     tag = self._tag(stage, chunk, i, kind)
                     ops.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=rank, tag=tag))
@@ -248,9 +251,14 @@ def _differentiable(values: Sequence[Crossing], of_each: Sequence[T]) -> list[T]
 
 
 def _concatenate_parts(values: Sequence[Crossing], parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return each value, concatenated of the rows from each peer."""
-    pairs = zip(values, parts, strict=True)
-    return [own[0] if len(own) == 1 else torch.cat(own, value.axis or 0) for value, own in pairs]
+    """Return each value, concatenated of the rows from each peer, with its strides: as_strided() depends on them."""
+    found = []
+    for value, own in zip(values, parts, strict=True):
+        whole = own[0] if len(own) == 1 else torch.cat(own, value.axis or 0)
+        if value.strides not in (None, whole.stride()):
+            whole = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=whole.device).copy_(whole)
+        found.append(whole)
+    return found
 
 
 @contextlib.contextmanager

@@ -112,8 +112,11 @@ class BuiltStage:
         nodes: Sequence[Sequence[str]],
         mesh: Mesh,
         recompute: bool,
+        evaluates: bool = False,
     ):
         self.captured = micro_batch.captured
+        self.output_axes = _output_axes(micro_batch) if evaluates else []
+        """Dimension of rows of each flat output, None if it has no rows; known in evaluation only."""
         specs = stage_specs(micro_batch.atoms, nodes)
         self.spec = specs[mesh.stage]
         is_last = self.spec is specs[-1]
@@ -182,22 +185,48 @@ def _assign_by_owners(
     return stages
 
 
-def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, object]) -> dict[str, int | None]:
-    """Return the dimension of rows of each value: the only one that doubles if the batch has twice as many rows."""
-    rows = micro_batch.rows
+def _doubled_values(micro_batch: CapturedBatch) -> dict[str, object]:
+    """Return the fake values of all nodes for a batch of twice as many rows."""
     doubled = [
-        torch.cat([one, one]) if has_rows(one, rows) and not whole else one
+        torch.cat([one, one]) if has_rows(one, micro_batch.rows) and not whole else one
         for one, whole in zip(micro_batch.flat, micro_batch.whole, strict=True)
     ]
-    double_value_of = micro_batch.with_inputs(doubled).atoms.values_by_name
+    return micro_batch.with_inputs(doubled).atoms.values_by_name
+
+
+def _doubled_axis(value: object, double: object) -> int | None:
+    """Return the only dimension that doubles if the batch has twice as many rows; None if there is no such one."""
+    if not isinstance(value, torch.Tensor) or not isinstance(double, torch.Tensor):
+        return None
+    sizes = list(zip(value.shape, double.shape, strict=False))
+    differ = [i for i, (a, b) in enumerate(sizes) if a != b]
+    return differ[0] if len(differ) == 1 and sizes[differ[0]][1] == 2 * sizes[differ[0]][0] else None
+
+
+def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, object]) -> dict[str, int | None]:
+    """Return the dimension of each value that has one element for each row of the batch."""
+    double_value_of = _doubled_values(micro_batch)
     axes: dict[str, int | None] = {}
     for name, value in value_of.items():
-        double = double_value_of.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(double, torch.Tensor):
-            sizes = list(zip(value.shape, double.shape, strict=False))
-            differ = [i for i, (a, b) in enumerate(sizes) if a != b]
-            axes[name] = differ[0] if len(differ) == 1 and sizes[differ[0]] == (rows, 2 * rows) else None
+        axis = _doubled_axis(value, double_value_of.get(name))
+        # of several elements for each row it is not known which ones are a row's
+        axes[name] = axis if axis is not None and value.shape[axis] == micro_batch.rows else None  # type: ignore
     return axes
+
+
+def _output_axes(micro_batch: CapturedBatch) -> list[int | None]:
+    """Return the dimension of rows of each flat output of the model; None if it has no rows."""
+    value_of = micro_batch.atoms.values_by_name
+    names = [one.name if isinstance(one, fx.Node) else "" for one in micro_batch.captured.outputs]
+    shapes = [getattr(value_of.get(name), "shape", ()) for name in names]
+    rows = micro_batch.rows
+    if all(not shape or (shape[0] == rows and rows not in shape[1:]) for shape in shapes):
+        return [0 if shape else None for shape in shapes]
+    try:
+        double_value_of = _doubled_values(micro_batch)
+    except ConfigError:  # the model takes batches of this size only
+        return [0 if shape else None for shape in shapes]
+    return [_doubled_axis(value_of.get(name), double_value_of.get(name)) for name in names]
 
 
 def _make_crossing(name: str, value: object, axes: Mapping[str, int | None], equal: bool) -> Crossing:
@@ -210,4 +239,7 @@ def _make_crossing(name: str, value: object, axes: Mapping[str, int | None], equ
             f"the value of {name!r} (shape {tuple(value.shape)}) has no dimension of its own for rows, so it cannot "
             "cross between stages with different numbers of replicas: cut elsewhere, or let all stages have as many"
         )
-    return Crossing(name, tuple(value.shape), value.dtype, value.requires_grad, axis)
+    # others than torch.empty_like keeps cannot be written to as a whole
+    kept = torch.empty_like(value).stride() == value.stride()
+    strides = value.stride() if kept else None
+    return Crossing(name, tuple(value.shape), value.dtype, value.requires_grad, axis, strides)

@@ -331,13 +331,14 @@ class Gradients:
         norms = [float(torch.linalg.vector_norm(gradient.float(), kind)) for gradient in own]
         local = torch.tensor(norms or [0.0], dtype=torch.float64)
         if kind == float("inf"):
-            total = torch.tensor(max(self.mesh.backend.allgather_object(float(local.max()))))
+            total = torch.tensor(self.mesh.backend.allgather_object(float(local.max()))).max()  # NaN if one is
         else:
             # every replica adds the same norm, so each adds its share; a tied parameter counts at its first stage
             powers = local**kind if kind else local != 0  # torch's norm 0 counts the gradients that are not all zeros
             own_share = float(powers.sum()) / self.mesh.stage_backend.size
             total = torch.tensor(sum(self.mesh.backend.allgather_object(own_share)) ** (1 / kind if kind else 1))
-        scale = min(1.0, most / (float(total) + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_, and a norm of NaN makes all gradients NaN: min(1.0, NaN) were 1.0
+        scale = min(most / (float(total) + 1e-6), 1.0)
         for p in self.parameters.values():
             if p.grad is not None:
                 p.grad.mul_(scale)

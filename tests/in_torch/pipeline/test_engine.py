@@ -15,8 +15,9 @@ import grace
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.pipeline.torch import node_costs
-from grace.pipeline.torch.plan_search import state_bytes
+from grace.pipeline.torch.plan_search import search_plan_by_throughput, state_bytes
 from grace.planner.network import Links
+from tests.pipeline.graphs import chain
 from tests.support.pipelines import ROWS, alone, batch, check_is_alone, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure
 from tests.support.pools import on_ranks, ranks_of
@@ -126,6 +127,12 @@ def test_stages_that_ranks_cannot_share_out_evenly_name_the_way_on():
         said = refusal(model_of, kind=grace.GraceError, microbatches=2, stages=stages)
         assert "3 ranks cannot be 2 stages with as many replicas each" in said
         assert 'grace.torch.Pipeline(..., inputs="global")' in said
+
+
+def test_the_least_shortage_of_memory_is_said_of_all_numbers_of_replicas():
+    graph = chain(8, parameters=1e9, rows=8)
+    with pytest.raises(grace.ConfigError, match=r"used least \(4 stages, .* needs 6 GB, .* 2.4 GB are missing$"):
+        search_plan_by_throughput(graph, 4, 8, True, None, SearchOptions(memory=4e9))
 
 
 def test_an_example_is_let_go_once_the_model_is_cut(local):

@@ -114,6 +114,22 @@ def test_clipping_is_that_of_the_whole_model(kind):
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
 
 
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+@on_ranks()
+def test_a_gradient_that_is_not_finite_is_clipped_as_torch_does(kind):
+    engine, model = pipeline("FewParameters"), made("FewParameters")
+    args, _, target = batch("FewParameters")
+    engine(*args, target).backward()
+    loss_fn(model(*args), target).backward()
+    for p in (engine.parameters.get("one.bias"), model.one.bias):
+        if p is not None:
+            p.grad[0] = float("nan")
+    assert engine.clip_grad_norm_(1.0, kind).isnan()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, kind)
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    assert all(p.grad.isnan().all() for p in engine.parameters.values())
+
+
 @pytest.mark.parametrize("name", ["Normalized", "Several", "TiedEmbedding"])
 @pytest.mark.parametrize("gather", [False, True])
 @on_ranks(4)
@@ -274,3 +290,23 @@ def test_a_smaller_last_batch_has_stages_of_its_own():
         loss_fn(model(args[0][:size]), target[:size]).backward()
         optimizer.step()
     assert close(engine.state_dict(), model.state_dict())
+
+
+@on_ranks()
+def test_a_frozen_batch_norm_evaluates_while_the_model_trains():
+    """As in fine-tuning: ``model.last.eval()`` holds until the next ``train()``."""
+    model, plain = made("Normalized"), made("Normalized")
+    model.last.eval()
+    engine, optimizer = pipeline("Normalized", model=model), sgd(plain.parameters())
+    for step in range(4):
+        if step == 2:
+            engine.train()
+        plain.last.train(step >= 2)
+        (x,), _, target = batch("Normalized", step)
+        engine.step(x, target)
+        optimizer.zero_grad()
+        for low in (0, ROWS // 2):
+            (loss_fn(plain(x[low : low + ROWS // 2]), target[low : low + ROWS // 2]) / 2).backward()
+        optimizer.step()
+    assert close(plain.state_dict(), engine.state_dict())
+    assert model.last.training

@@ -207,6 +207,14 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     assert "fp16 1 and 0" in shown
 
 
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(None, 1), (100, 2)])
+def test_buckets_are_as_large_as_asked(bucket_bytes, buckets):
+    work = Workload(torch.nn.Linear(100, 10), lambda model: model(torch.ones(1, 100)).sum(), 1)
+    settings = StepSettings(methods=["none"], ranks=[4], bandwidths=[1e6], bucket_bytes=bucket_bytes)
+    contest = one_gpu.Contest(work, settings, Lane(Scripted()))
+    assert len(contest.steppers["none"].exchange._grace.runner.buckets) == buckets
+
+
 def test_models_of_gpus_have_the_sizes_that_they_are_known_by():
     with torch.device("meta"):
         work = workload("gpt2", 0)

@@ -67,6 +67,7 @@ REFUSED = {
         (["--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
         (["--device", "cuda", "--sharded", "2"], "over a simulated wire: leave out --sharded"),
         (["--device", "cuda", "--engine", "mpi"], "leave out --engine mpi"),
+        (["--device", "cuda", "--baselines", "ddp"], "leave out --baselines"),
         pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU here", marks=NO_GPU),
     ],
     "train": [

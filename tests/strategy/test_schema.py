@@ -10,10 +10,12 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 import grace
+from grace.backends.topology import Topology
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
+from grace.strategy.execution import resolve
 from grace.strategy.plan import fingerprint
 
 VARIABLES = [
@@ -106,6 +108,12 @@ def test_errors_name_the_file_the_variable_and_the_field(changes, message):
     with pytest.raises(grace.ConfigError, match=message) as caught:
         schema.parse(edited(**changes), "s.yaml")
     assert str(caught.value).startswith("s.yaml")
+
+
+def test_a_folder_of_a_builders_name_is_no_strategy_file(tmp_path, monkeypatch):
+    (tmp_path / "parallax").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve("parallax", VARIABLES, Topology(["here"])).builder["name"] == "parallax"
 
 
 @pytest.mark.parametrize(

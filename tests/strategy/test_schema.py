@@ -100,6 +100,8 @@ def edited(**changes):
         ({"memory": "dgc"}, r"variable 'w', compressor: memory dgc cannot serve"),
         ({"partition": {"axis": 2, "sizes": [1]}, "parts": []}, r"variable 'w', sync: a variable that is cut"),
         ({"parts": []}, r"variable 'w', parts: there is no partition"),
+        ({"outer": {"period": 4, "merge": "0.5"}}, r"variables.w.outer.merge: must be a .*number, not '0.5'"),
+        ({"outer": {"period": 4, "merge": True}}, r"variables.w.outer.merge: must be a .*number, not True"),
         ({"sparse": True, "compressor": "signsgd", "sync": {"type": "allgather"}}, r"is sparse, and signsgd votes"),
         ({"rules": [{"match": {}, "sync": {"type": "allreduce"}}]}, r"rules: they need a model"),
     ],

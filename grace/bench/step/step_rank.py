@@ -52,7 +52,8 @@ def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -
 
     The engine is that of this run: its baselines are measured, and Grace's methods if it is the settings' engine.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if not os.environ.get("OMP_NUM_THREADS"):  # torch reads it
+        torch.set_num_threads(1)
     torch.manual_seed(0)
     work = workload(settings.model, backend.rank)
     model = work.model

@@ -104,7 +104,7 @@ for _ in range(150):
     with rivals.alone("cpu") as group:
         works = rivals.hooks(torch.ones(32, 64), group)
         for one in works.values():
-            one["round_trip"]()
+            one()
         del works, one
     del group
 """
@@ -121,7 +121,7 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     rows = measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None, whole=True)
     found = {row["method"]: row for row in rows}
     assert list(found)[:3] == [*methods, "powersgd(rank=2)"]
-    assert set(found) >= {*rivals.HOOKS, "torch.topk(ratio=0.01)", "GRACE's qsgd in torch", "GRACE's topk in torch"}
+    assert list(found)[3:] == list(rivals.HOOKS)
     fp16 = found["fp16"]  # a copy's 8 bytes an element took as long
     assert (fp16["encode_fraction"], fp16["decode_fraction"]) == (6 / 8, 10 / 8)
     assert fp16["exchange_fraction"] == 12 / 8  # means are written, and not read
@@ -132,7 +132,6 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert topk["memory_fraction"] == pytest.approx((4 + sent + 8) / (2 * 8))
     assert topk["decode_floor_bytes"] == pytest.approx(sent + 8 * 0.25)
     assert found["powersgd(rank=2)"]["encode_floor_bytes"] == pytest.approx(8 + 32 * 2 * (32 + 64) / 2048 / 8)
-    assert "encode_fraction" not in found["GRACE's qsgd in torch"]
     hook = found[rivals.HOOKS[0]]
     assert (hook["round_trip_ms"], hook["eager"], hook["encode_ms"]) == (2.0, "round_trip", None)
     results = Results(
@@ -142,20 +141,10 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.0", "2.00", "75", "%", "2.00", "125"]
 
 
-@pytest.mark.parametrize("name", ["fp16", "qsgd", "topk", "powersgd(4)"])
-def test_rivals_compute_what_they_are_called(name):
-    """Each decodes to something near the gradient; top-k to its largest elements."""
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
-    works = rivals.formulas(x)[f"GRACE's {name} in torch"]
-    off = float((works["decode"]().view_as(x) - x).square().sum() / x.square().sum())
-    assert {"fp16": 0, "qsgd": 1e-6, "topk": 0.9, "powersgd(4)": 0.2}[name] <= off
-    assert off <= {"fp16": 1e-6, "qsgd": 0.05, "topk": 0.96, "powersgd(4)": 0.9}[name]
-
-
 def test_torchs_hooks_leave_a_lone_ranks_gradient_nearly_as_it_is():
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     with rivals.alone("cpu") as group:
-        work = rivals.hooks(x, group)[rivals.HOOKS[0]]["round_trip"]
+        work = rivals.hooks(x, group)[rivals.HOOKS[0]]
         assert (work().view_as(x) - x).abs().max() < 1e-2
 
 

@@ -65,7 +65,7 @@ def measure(
     - ``eager``: the parts that wait for the host.
     """
     out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], object]](), dict[str, list[str]]()
-    about: dict[str, tuple[float | None, dict[str, float], str]] = {}
+    about: dict[str, tuple[float, dict[str, float], str]] = {}
 
     def add(name: str, own: Works) -> None:
         for part, work in own.items():
@@ -87,9 +87,9 @@ def measure(
             own["exchange"] = Exchanged(method, memory, [x], [out])
         add(method, own)
     with rivals.alone(x.device.type) if whole else contextlib.nullcontext() as group:
-        for name, own in {**rivals.formulas(x), **rivals.hooks(x, group)}.items() if whole else ():
+        for name, work in rivals.hooks(x, group).items() if whole else ():
             about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
-            add(name, own)
+            add(name, {"round_trip": work})
         show("measuring")
         times = times_ms(works, repeats, clock)
     rows = []
@@ -162,9 +162,7 @@ def fraction(floor: float, elements: int, ms: float, copy_ms: float) -> float:
     return floor * elements / ms / (8 * elements / copy_ms)
 
 
-def row_of(
-    method: str, taken: Mapping[str, float], elements: int, bits: float | None, floor: Mapping[str, float]
-) -> Row:
+def row_of(method: str, taken: Mapping[str, float], elements: int, bits: float, floor: Mapping[str, float]) -> Row:
     """Return a row of the results file from the times of a method's parts, in ms, with the floors of those that have
     one; a part that was not timed is None.
 

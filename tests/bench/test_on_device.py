@@ -4,8 +4,6 @@ tests/device runs the commands."""
 import functools
 import gc
 import io
-import subprocess
-import sys
 import weakref
 from unittest import mock
 
@@ -16,7 +14,6 @@ from rich.console import Console
 from grace.bench.common import clocks
 from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results
-from grace.bench.kernels import rivals
 from grace.bench.kernels.timing import measure, times_ms
 from grace.bench.report import kernel_tables, step_table
 from grace.bench.step import one_gpu
@@ -24,7 +21,6 @@ from grace.bench.step.step_rows import EngineRows
 from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
-from tests.support.limits import HANGS
 
 
 class Scripted(HostClock):
@@ -96,32 +92,11 @@ def test_what_a_replay_reads_stays_as_long_as_the_replay(monkeypatch):
     assert held() is None
 
 
-GROUPS = """
-import torch
-from grace.bench.kernels import rivals
-
-for _ in range(150):
-    with rivals.alone("cpu") as group:
-        works = rivals.hooks(torch.ones(32, 64), group)
-        for one in works.values():
-            one()
-        del works, one
-    del group
-"""
-
-
-@pytest.mark.ranks
-def test_a_process_outlives_the_groups_of_torchs_hooks():
-    """A thread of gloo's that held the last reference to its own group aborted the process."""
-    subprocess.run([sys.executable, "-c", GROUPS], check=True, timeout=HANGS)
-
-
-def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():
+def test_methods_are_measured_in_one_run_against_what_they_must_move():
     x, methods = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), ["fp16", "topk(ratio=0.25)"]
     rows = measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None, whole=True)
     found = {row["method"]: row for row in rows}
-    assert list(found)[:3] == [*methods, "powersgd(rank=2)"]
-    assert list(found)[3:] == list(rivals.HOOKS)
+    assert list(found) == [*methods, "powersgd(rank=2)"]
     fp16 = found["fp16"]  # a copy's 8 bytes an element took as long
     assert (fp16["encode_fraction"], fp16["decode_fraction"]) == (6 / 8, 10 / 8)
     assert fp16["exchange_fraction"] == 12 / 8  # means are written, and not read
@@ -132,20 +107,11 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert topk["memory_fraction"] == pytest.approx((4 + sent + 8) / (2 * 8))
     assert topk["decode_floor_bytes"] == pytest.approx(sent + 8 * 0.25)
     assert found["powersgd(rank=2)"]["encode_floor_bytes"] == pytest.approx(8 + 32 * 2 * (32 + 64) / 2048 / 8)
-    hook = found[rivals.HOOKS[0]]
-    assert (hook["round_trip_ms"], hook["eager"], hook["encode_ms"]) == (2.0, "round_trip", None)
     results = Results(
         "kernels", {"gpu": "a GPU", "device": "cuda"}, [{"tensor": "gaussian, 2,048", **row} for row in rows]
     )
     lines = [line.split() for line in said(kernel_tables.show, results).splitlines()]
     assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.0", "2.00", "75", "%", "2.00", "125"]
-
-
-def test_torchs_hooks_leave_a_lone_ranks_gradient_nearly_as_it_is():
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
-    with rivals.alone("cpu") as group:
-        work = rivals.hooks(x, group)[rivals.HOOKS[0]]
-        assert (work().view_as(x) - x).abs().max() < 1e-2
 
 
 class Lane:

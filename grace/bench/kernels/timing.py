@@ -5,7 +5,6 @@ cannot do without, for each element of the gradient: what it reads, sends, and w
 of what the copy moves in the same run: 1 is as fast as the memory.
 """
 
-import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from grace.bench.common.clocks import WARM_UP, HostClock
+from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Row
-from grace.bench.kernels import rivals
 from grace.bench.kernels.fidelity import NAME, communicator_of, sent_bytes
 from grace.bench.kernels.peak_memory import peak_bytes
 from grace.core.backend import LocalBackend
@@ -52,8 +50,7 @@ def measure(
     """Return the costs of methods on one tensor (float32, contiguous), as rows of the results file.
 
     All take turns, so that other work of the machine, and the clock rate of a device, are those of all. ``show`` is
-    called with the part that is prepared or measured next. ``whole`` measures exchanges too, and rivals (see
-    :mod:`grace.bench.kernels.rivals`), which have no floors.
+    called with the part that is prepared or measured next. ``whole`` measures exchanges too.
 
     - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
       dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept;
@@ -64,20 +61,8 @@ def measure(
     - ``bits_per_element``: of the payload that travels, measured; all rounds together.
     - ``eager``: the parts that wait for the host.
     """
-    out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], object]](), dict[str, list[str]]()
-    about: dict[str, tuple[float, dict[str, float], str]] = {}
-
-    def add(name: str, own: Works) -> None:
-        for part, work in own.items():
-            show(f"{name}: {part}")
-            if part == "round_trip":  # DDP calls hooks eagerly; torch's PowerSGD compresses from the third call on
-                for _ in range(WARM_UP):
-                    work()
-            works[name, part], replayed = (work, False) if part == "round_trip" else clock.prepared(work)
-            if not replayed:
-                eager.setdefault(name, []).append(part)
-
-    add("", {"copy": functools.partial(out.copy_, x)})
+    out, about = torch.zeros_like(x), dict[str, tuple[float, dict[str, float], str]]()
+    works: dict[tuple[str, str], Callable[[], object]] = {("", "copy"): functools.partial(out.copy_, x)}
     for method in methods:
         own, communicator = works_of(method, x, memory, out)
         compressor, bits = communicator.compressor, 8 * sent_bytes(method, x) / x.numel()
@@ -85,18 +70,20 @@ def measure(
         about[method] = bits, floors_of(compressor, bits, payload[0].numel() / x.numel()), communicator.memory.spec
         if whole:
             own["exchange"] = Exchanged(method, memory, [x], [out])
-        add(method, own)
-    with rivals.alone(x.device.type) if whole else contextlib.nullcontext() as group:
-        for name, work in rivals.hooks(x, group).items() if whole else ():
-            about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
-            add(name, {"round_trip": work})
-        show("measuring")
-        times = times_ms(works, repeats, clock)
+        works |= {(method, part): work for part, work in own.items()}
+    eager = dict[str, list[str]]()
+    for (method, part), work in works.items():
+        show(f"{method}: {part}")
+        works[method, part], replayed = clock.prepared(work)
+        if not replayed:
+            eager.setdefault(method, []).append(part)
+    show("measuring")
+    times = times_ms(works, repeats, clock)
     rows = []
-    for name, (sent, floor, kept) in about.items():
-        taken = {part: times[owner, part] for owner, part in works if owner in ("", name)}
-        row = row_of(name, taken, x.numel(), sent, floor)
-        rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(name, []))})
+    for method, (bits, floor, kept) in about.items():
+        taken = {part: times[owner, part] for owner, part in works if owner in ("", method)}
+        row = row_of(method, taken, x.numel(), bits, floor)
+        rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(method, []))})
     return rows
 
 

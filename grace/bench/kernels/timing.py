@@ -218,19 +218,24 @@ class Exchanged:
 
     def encode(self) -> None:
         """Encode the first payloads of a step, and abandon the step."""
-        self._start()
+        self.start()
         self.runner.abandon()
 
     def __call__(self) -> None:
         """Make a step."""
-        self._start()
+        self.start()
+        self.finish()
+
+    def finish(self) -> None:
+        """Decode, and end the step."""
         try:
             self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
             self.runner.abandon()
             raise
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin a step: encode the first payloads of all buckets."""
         try:
             for bucket in self.runner.buckets:
                 mine = [self.tensors[variable.name][0] for variable in bucket.variables]

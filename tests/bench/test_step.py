@@ -193,10 +193,12 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
     assert "mine:wide, 3 ranks on loopback" in out
 
 
-def test_sparse_gradients_are_exchanged_too(folder):
-    args = ["--model", "mine:rows", "--methods", "none", "--baselines", "none", "--rounds", "1"]
-    *_, results = run(folder, *args, OMP_NUM_THREADS="1,1")  # of nested regions, too
-    assert [row["name"] for row in results.rows] == [BOUND, "none"]
+def test_sparse_gradients_are_exchanged_too_by_methods_that_take_them(folder):
+    args = ["--model", "mine:rows", "--methods", "none,powersgd,topk", "--baselines", "none", "--rounds", "1"]
+    out, _, results = run(folder, *args, OMP_NUM_THREADS="1,1")  # of nested regions, too
+    assert [row["name"] for row in results.rows] == [BOUND, "none", "topk"]
+    assert "is sparse, and powersgd exchanges a variable in several rounds" in results.settings["skipped"]["powersgd"]
+    assert "Left out: powersgd: " in out
 
 
 def test_steps_between_which_ranks_train_alone_are_averaged_over_whole_periods(folder):

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from grace.bench.common import results as record
+from grace.bench.common.progress import ScenarioBars
 from grace.bench.kernels import fidelity
+from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.link.emulation import possible
 from grace.bench.ranks import launchers
-from grace.bench.step.step_rows import compare_with_plain, verdict_text
+from grace.bench.step.step_rows import ScenarioRows, compare_with_plain, verdict_text
 from grace.bench.step.step_settings import BOUND
 from tests.support.bench_runs import interrupted_bench
 from tests.support.command import grace_program
@@ -252,6 +254,15 @@ def test_an_interrupted_run_keeps_what_is_finished_and_removes_the_network(folde
 def _namespaces():
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return re.findall(r"^(grace-\S+)", listed, re.MULTILINE)
+
+
+def test_what_each_engine_leaves_out_is_told():
+    running = BenchmarkRun("step", {}, None)
+    rows = ScenarioRows(running, ScenarioBars(running.console), 2, None, ["mpi", "torch"])
+    for engine, name in (("mpi", "powersgd"), ("torch", "DDP bf16 hook")):
+        rows.add(engine, {"engine": engine})
+        rows.add(engine, {"facts": {"device": "cpu", "skipped": {name: "refused"}}})
+    assert running.results.settings == {"device": "cpu", "skipped": {"powersgd": "refused", "DDP bf16 hook": "refused"}}
 
 
 def row(name, ms, kind="grace", spread=1.0):

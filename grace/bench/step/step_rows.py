@@ -82,7 +82,8 @@ class ScenarioRows:
         """Add an event of the ranks of an engine."""
         results = self.running.results
         self.by_engine[engine].add(event)
-        results.settings.update(self.by_engine[engine].facts)
+        left_out = results.settings.get("skipped", {}) | self.by_engine[engine].facts.get("skipped", {})
+        results.settings |= {**self.by_engine[engine].facts, **({"skipped": left_out} if left_out else {})}
         rows = [row for each in self.by_engine.values() for row in each.rows()]
         results.rows = [*self.rows_before, *compare_with_plain(rows)]
         self.bars.show(self.name, event)

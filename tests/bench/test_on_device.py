@@ -17,7 +17,7 @@ from grace.bench.common.results import Results
 from grace.bench.kernels.timing import measure, times_ms
 from grace.bench.report import kernel_tables, step_table
 from grace.bench.step import one_gpu
-from grace.bench.step.step_rows import EngineRows
+from grace.bench.step.step_rows import EngineRows, compare_with_plain
 from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
@@ -142,7 +142,7 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     contest = one_gpu.Contest(Workload(torch.nn.Linear(100, 10), loss, 3), settings, Lane(clock))
     tables = {rate: EngineRows("simulated", 4, rate) for rate in settings.bandwidths}
     contest.measure(clock, lambda rate, event: tables[rate].add(event))
-    results = Results("step", {}, [row for table in tables.values() for row in table.rows()])
+    results = Results("step", {}, [row for table in tables.values() for row in compare_with_plain(table.rows())])
     found = {(row["name"], row["bandwidth"]): row for row in results.rows}
     assert list(found) == [(name, rate) for rate in (1e6, 2e6) for name in (BOUND, "none", "fp16")]
     for (name, _), row in found.items():

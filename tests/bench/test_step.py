@@ -301,6 +301,10 @@ def test_the_verdict(others, words):
             "not recommended: DDP fp16 hook (2.5x; not trained here), topk (2.0x; lacks 40 % of",
         ),
         ({"topk": math.inf, "qsgd": 0.0}, ", topk (2.0x; diverged)."),
+        (
+            {"topk": None, "qsgd": None},
+            ", topk (2.0x; training gains nothing without compression either), qsgd (1.4x; tr",
+        ),
         ({"topk": 0.4, "qsgd": 0.4}, "Do not compress: no method that learns as well is clearly faster than DDP"),
         ({"qsgd": 0.0}, "Compress: qsgd"),
         ({"qsgd": 0.0}, "DDP fp16 hook (2.5x; not trained here), topk (2.0x; not trained here)."),

@@ -161,7 +161,7 @@ def verdict_text(rows: list[Row], shortfalls: Mapping[str, float | None] | None 
         if good:
             sentences.append(f"But {', '.join(_gain(row) for row in good)} would be.")
     if shortfalls is not None and len(good) < len(paying):
-        bad = [_fast_but(row, _lacks(row, shortfalls)) for row in paying if not learns(row, shortfalls)]
+        bad = [_fast_but(row, shortfalls) for row in paying if not learns(row, shortfalls)]
         sentences.append(f"Fast, but not recommended: {', '.join(bad)}.")
     if slower:
         sentences.append(f"Slower than {plain['name']}: {_listed(slower)}.")
@@ -181,11 +181,16 @@ def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
     return None if method is None else shortfalls.get(method)
 
 
-def _fast_but(row: Row, lacks: float | None) -> str:
+def _fast_but(row: Row, shortfalls: Mapping[str, float | None]) -> str:
     """Return a row's name, its speedup, and why it is not recommended."""
-    why = "not trained here" if lacks is None else "diverged"
-    if lacks is not None and math.isfinite(lacks):
+    lacks = _lacks(row, shortfalls)
+    if lacks is None:
+        trained = row.get("method", row["name"]) in shortfalls
+        why = "training gains nothing without compression either" if trained else "not trained here"
+    elif math.isfinite(lacks):
         why = f"lacks {100 * lacks:.0f} % of what training gains without compression"
+    else:
+        why = "diverged"
     return f"{row['name']} ({_speedup(row)}; {why})"
 
 

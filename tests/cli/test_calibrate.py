@@ -107,7 +107,7 @@ def test_ranks_measure_links_and_methods(folder):
     made = read(folder / "c.json")
     assert (made.key.engine, made.key.ranks, made.key.threads, made.by_ring) == ("torch.distributed (gloo)", 2, 1, True)
     assert set(made.network.curves) == set(KINDS)
-    costs = made.costs()
+    costs = made.costs(made.network)
     assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
     assert out.count("Wrote c.json") == 1  # rank 0 alone speaks
     assert json.loads((folder / "c.json").read_text())["made"] > 1e9

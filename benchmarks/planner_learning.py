@@ -1,34 +1,17 @@
-"""Whether training loses by ``auto``: ``python -m benchmarks.planner_learning``.
+"""Tasks that show what training loses by ``auto``: a recommender with tables, a convolutional network, a language model
+whose embedding is its output, and LoRA; each of about 1,000 steps, and with and without momentum.
 
-Trains a recommender with tables, a convolutional network, a language model whose embedding is its output, and LoRA,
-each by SGD, by SGD with momentum and by AdamW, over two ranks and a link of 100 Mbit/s, about 1,000 steps with each of
-three seeds, without compression and under ``auto``. It prints a Markdown table: the final losses, and the part of the
-loss's fall without compression by which ``auto`` ends higher. Rows go into
-``benchmarks/results/planner_learning.json``; what is there already, of the same seeds, epochs and link, is not trained
-again, so that a run that was stopped goes on where it was. On stderr it says how far it is, and how long the rest will
-take.
+    grace bench train --task benchmarks.planner_learning:Lora --optimizer sgd,adamw --methods none,auto
+
+"gain lacking" is the part of the loss's fall without compression by which ``auto`` ends higher.
 """
-
-import argparse
-import json
-import statistics
-import sys
-import time
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from grace.bench.train import train_command
-from grace.bench.train.train_command import TrainSettings
 from grace.bench.workloads.torch_tasks import InTorch, Recommender
 
-OUT = Path("benchmarks/results/planner_learning.json")
-TASKS = ("Tables", "Convolutions", "Tied", "Lora")
-OPTIMIZERS = {"SGD": ("Plain", "sgd"), "SGD, momentum .9": ("", "sgd"), "AdamW": ("", "adamw")}
-"""The prefix of the task's name, and the optimizer in ``grace bench train``."""
 TEST = 800
 """Examples that are held out."""
 CLASSES, WORDS, LENGTH = 10, 256, 16
@@ -175,61 +158,3 @@ class PlainLora(Lora):
     """The same without momentum."""
 
     momentum, lr = 0.0, 0.2
-
-
-def lag(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """Return by which part of the loss's fall in some runs others end higher; the mean over the seeds.
-
-    >>> fell = [{"curve": [[0, 0, 0, 3.0], [1, 0, 0, 1.0]], "quality": 1.0}]
-    >>> round(lag(fell, [{"curve": [], "quality": 1.1}]), 9)
-    0.05
-    """
-    fall = statistics.fmean(run["curve"][0][-1] - run["quality"] for run in runs)
-    higher = statistics.fmean(other["quality"] - run["quality"] for run, other in zip(runs, others, strict=True))
-    return higher / fall
-
-
-def train(task: str, optimizer: str, seeds: list[int], epochs: int | None, link: float) -> dict[str, Any]:
-    """Train a task by an optimizer, without compression and under ``auto``; return the rows and how they compare."""
-    prefix, spec = OPTIMIZERS[optimizer]
-    where = f"benchmarks.planner_learning:{prefix}{task}"
-    settings = TrainSettings(where, ["none", "auto"], optimizers=[spec], seeds=seeds, bandwidths=[link])
-    settings.epochs = epochs
-    running = train_command.run(settings, None)
-    if running.code:
-        sys.exit(f"{running.name}: {running.message}")
-    none, auto = running.results.rows
-    return {"higher": lag(none["runs"], auto["runs"]), "rows": running.results.rows}
-
-
-def main() -> None:
-    """Train, and print the table, a line as soon as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT, help=f"(default: {OUT})")
-    parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS, help=f"(default: {' '.join(TASKS)})")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--epochs", type=int, help="(default: about 1,000 steps)")
-    parser.add_argument("--link", type=float, default=100e6, help="bit/s (default: 100e6)")
-    given = parser.parse_args()
-    how = {"seeds": given.seeds, "epochs": given.epochs, "link": given.link}
-    kept: list[dict[str, Any]] = json.loads(given.out.read_text()) if given.out.exists() else []
-    wanted = [{"task": task, "optimizer": name, **how} for task in given.tasks for name in OPTIMIZERS]
-    ahead = sum(not any(one.items() <= row.items() for row in kept) for one in wanted)
-    began, trained = time.monotonic(), 0
-    print("| task | optimizer | loss without compression | under auto | higher, of the fall |")
-    print("| --- | --- | --- | --- | --- |", flush=True)
-    for one in wanted:
-        row = next((row for row in kept if one.items() <= row.items()), None)
-        if row is None:
-            row = one | train(**one)
-            kept.append(row)
-            given.out.write_text(json.dumps(kept) + "\n")
-            trained += 1
-            left = (time.monotonic() - began) / trained * (ahead - trained) / 60
-            print(f"{trained} of {ahead} trained; the rest will take about {left:.0f} minutes", file=sys.stderr)
-        none, auto = (each["quality"] for each in row["rows"])
-        print(f"| {one['task']} | {one['optimizer']} | {none:.4g} | {auto:.4g} | {row['higher']:.1%} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,54 +16,42 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from grace.bench.common.options import methods as listed
+from grace.bench.kernels.timing import Exchanged
 from grace.bench.workloads.models import workload
-from grace.core.backend import LocalBackend
-from grace.core.context import Context
-from grace.core.variable import Variable
-from grace.session.bucketing import Limits
-from grace.session.exchange_plan import UniformPlan
-from grace.session.setup import build_step_runner
 
 METHODS = "none,fp16,fp16/residual,topk(ratio=0.01),efsignsgd,signsgd,qsgd,qsgd/residual,powersgd(rank=4)"
 WARMING = 3
 
 
-class Steps:
-    """Steps of gradients of some shapes by one method.
+def steps_of(method: str, shapes: Sequence[tuple[int, ...]], at_once: bool) -> Exchanged:
+    """Return steps of gradients of some shapes by one method.
 
     Args:
         method: a compressor's spec, and behind a slash a memory's if it is not the default.
+        shapes: shapes of the gradients.
         at_once: False to go variable by variable.
     """
+    compressor, _, memory = method.partition("/")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
+    steps = Exchanged(compressor, memory or None, gradients, [torch.empty_like(x) for x in gradients])
+    for bucket in steps.runner.buckets:
+        bucket.fuses = at_once
+    return steps
 
-    def __init__(self, method: str, shapes: Sequence[tuple[int, ...]], at_once: bool):
-        compressor, _, memory = method.partition("/")
-        found = [Variable(f"v{i}", shape, device="cpu") for i, shape in enumerate(shapes)]
-        plan = UniformPlan(compressor, memory or None, None, Limits())
-        self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
-        generator = torch.Generator().manual_seed(0)
-        self.fresh = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
-        self.gradients = {v.name: x.clone() for v, x in zip(found, self.fresh, strict=True)}
-        for bucket in self.runner.buckets:
-            bucket.fuses = at_once
 
-    def step(self) -> tuple[float, float]:
-        """Milliseconds to encode, memory included, and to decode."""
-        began = time.perf_counter()
-        for bucket in self.runner.buckets:
-            mine = [self.gradients[variable.name] for variable in bucket.variables]
-            self.runner.start_round_trip(bucket, mine, [True] * len(mine))
-        half = time.perf_counter()
-        self.runner.finish_step(lambda bucket: [self.gradients[variable.name] for variable in bucket.variables])
-        ended = time.perf_counter()
-        for gradient, x in zip(self.gradients.values(), self.fresh, strict=True):
-            gradient.copy_(x)
-        return (half - began) * 1e3, (ended - half) * 1e3
+def timed(steps: Exchanged) -> tuple[float, float]:
+    """Make a step; return the milliseconds to encode, memory included, and to decode."""
+    began = time.perf_counter()
+    steps.start()
+    half = time.perf_counter()
+    steps.finish()
+    return (half - began) * 1e3, (time.perf_counter() - half) * 1e3
 
 
 def measured(method: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, Any]:
-    """The least times of both ways, and of a copy."""
-    ways = {"at once": Steps(method, shapes, True), "apart": Steps(method, shapes, False)}
+    """Return the least times of both ways, and of a copy."""
+    ways = {"at once": steps_of(method, shapes, True), "apart": steps_of(method, shapes, False)}
     source = torch.randn(sum(torch.Size(shape).numel() for shape in shapes))
     target, copies = torch.empty_like(source), list[float]()
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -72,7 +60,7 @@ def measured(method: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> dic
         target.copy_(source)
         copies.append((time.perf_counter() - began) * 1e3)
         for way, steps in ways.items():
-            times[way].append(steps.step())
+            times[way].append(timed(steps))
     least = {way: [min(column) for column in zip(*found[WARMING:], strict=True)] for way, found in times.items()}
     return {"copy": min(copies[WARMING:]), **least}
 

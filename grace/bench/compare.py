@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grace.bench.common.quality import better, scale
-from grace.bench.common.results import Results, Row, Settings, load, naming_damage
+from grace.bench.common.results import KINDS, Results, Row, Settings, load, naming_damage
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import clean, digits, number, of_ranks, of_rate
 from grace.errors import ConfigError
@@ -85,14 +85,6 @@ MEASURES = {
     "pipeline": (STEP,),
 }
 """Measures of each kind of results; a row's verdict depends on the first one."""
-IDENTITY = {
-    "step": ("engine", "ranks", "bandwidth", "name"),
-    "train": ("ranks", "bandwidth", "optimizer", "method"),
-    "kernels": ("tensor", "method"),
-    "plan": ("ranks", "bandwidth", "model"),
-    "pipeline": ("ranks", "bandwidth", "compressor", "model"),
-}
-"""Keys that identify the rows of each kind; the last one is the row's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +137,7 @@ class Comparison:
     def where(self, key: Key) -> str:
         """Return where a row was measured."""
         forms = {"bandwidth": of_rate, "ranks": of_ranks, "tensor": lambda value: f"{clean(value)} tensor"}
-        names = IDENTITY[self.kind][:-1]
+        names = KINDS[self.kind][:-1]
         return ", ".join(forms.get(name, clean)(value) for name, value in zip(names, key[:-1], strict=True))
 
     @property
@@ -170,7 +162,7 @@ def compare_results(a: Results, b: Results) -> Comparison:
     first, second = _by_identity(a), _by_identity(b)
     rows = {key: _changes(row, second[key], a, b) for key, row in first.items() if key in second}
     if not rows:
-        raise ConfigError(f"the two results have no row in common: rows are matched by {', '.join(IDENTITY[a.kind])}")
+        raise ConfigError(f"the two results have no row in common: rows are matched by {', '.join(KINDS[a.kind])}")
     differences = [
         (what, key, one.get(key), other.get(key))
         for what in ("machine", "versions", "settings")
@@ -183,8 +175,7 @@ def compare_results(a: Results, b: Results) -> Comparison:
 
 
 def _by_identity(results: Results) -> dict[Key, Row]:
-    results.require_keys(IDENTITY[results.kind])
-    return {tuple(row[key] for key in IDENTITY[results.kind]): row for row in results.rows}
+    return {tuple(row[key] for key in KINDS[results.kind]): row for row in results.rows}
 
 
 def _changes(one: Row, other: Row, a: Results, b: Results) -> tuple[Change, ...]:
@@ -254,7 +245,7 @@ def _print_tables(found: Comparison, settings: Settings, console: Console) -> No
     factor, metric = scale(task), task.get("metric") or main.title
     words = {**found.words, SAME: "", UNKNOWN: "?"}
     columns: Columns[tuple[Key, tuple[Change, ...]]] = {
-        IDENTITY[found.kind][-1]: lambda row: str(row[0][-1]),
+        KINDS[found.kind][-1]: lambda row: str(row[0][-1]),
         f"{metric}\na": lambda row: digits(None if row[1][0].a is None else row[1][0].a * factor),
         "\nb": lambda row: digits(None if row[1][0].b is None else row[1][0].b * factor),
         "\nb / a": lambda row: _ratio(row[1][0]),

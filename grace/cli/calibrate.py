@@ -160,7 +160,8 @@ def _device_and_threads(framework: str) -> tuple[str, int]:
     if not runtime._installed(framework):
         raise missing_extra(framework, framework)
     if framework != "torch":
-        return "cpu", int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # others are of nested regions
+        return "cpu", int(threads) if threads.isdecimal() else os.cpu_count() or 1
     import torch
 
     device = f"cuda:{runtime.local_rank()}" if torch.cuda.is_available() else "cpu"

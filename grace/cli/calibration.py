@@ -85,17 +85,8 @@ class Calibration:
         if not 0 <= self.made < math.inf:
             raise ConfigError(f"made must be a number from 0 on, not {self.made}")
 
-    def costs(self, network: Network | None = None) -> Costs:
-        """Return what the planner predicts with; ``network`` replaces the measured one between the ranks.
-
-        Raises:
-            ConfigError: there is neither, since one rank has no link to measure.
-        """
-        network = network or self.network
-        if network is None:
-            raise ConfigError(
-                f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
-            )
+    def costs(self, network: Network) -> Costs:
+        """Return what the planner predicts with over a network between the ranks, the measured one or another."""
         return Costs(network, self.codecs, self.inside, self.by_ring, self.concatenates)
 
     def to_dict(self) -> dict[str, object]:

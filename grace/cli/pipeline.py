@@ -258,8 +258,7 @@ def check(
 
 def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Graph:
     """Return the graph of a profile, or of the (model, example inputs) that ``module:function`` makes; if ``dry``,
-    times
-    are estimated without running the model.
+    times are estimated without running the model.
 
     Raises:
         ConfigError: none is given, or both are; there is no such model; or it cannot be cut.

@@ -222,7 +222,7 @@ def choose_costs(request: PlanRequest, cluster: Cluster, calibration: Calibratio
                 "--bandwidth"
             )
         extended = "" if cluster.world_size == key.ranks else f"; what {cluster.world_size} take follows by formula"
-        return calibration.costs(), f"as measured over {key.engine} by {key.ranks} ranks{extended}"
+        return calibration.costs(calibration.network), f"as measured over {key.engine} by {key.ranks} ranks{extended}"
     costs = auto.costs(cluster)
     links = links_of(costs.network)
     assert links is not None
@@ -230,7 +230,7 @@ def choose_costs(request: PlanRequest, cluster: Cluster, calibration: Calibratio
     assumed = "" if described else ", assumed: say --bandwidth, -r or --calibration"
     source = f"{of_rate(links.bandwidth * 8)} {between}, {links.latency * 1e6:.3g} us a message{assumed}"
     if calibration is not None:
-        costs = calibration.costs(network=costs.network)
+        costs = calibration.costs(costs.network)
     return costs, source
 
 

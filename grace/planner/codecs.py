@@ -168,9 +168,10 @@ class _CodecTiming:
         shards = [Shard(variable, variable, communicator) for variable in variables]
         context = Context(seed=self.seed, step=BEHIND_WARMUPS)
         runner = StepRunner(variables, shards, backend, context, communicator.describe())
-        given = list(tensors.values())
-        k, exact = kernels_of(given[0]), communicator.compressor.traits.exact
-        outs = [_copied(x, k.dtype(x) if exact else "float32") if k.mutable else None for x in given]
+        k, exact = kernels_of(next(iter(tensors.values()))), communicator.compressor.traits.exact
+        outs: dict[str, Tensor | None] = {
+            name: _copied(x, k.dtype(x) if exact else "float32") if k.mutable else None for name, x in tensors.items()
+        }
         took: list[Parts] = []
         ends = math.inf
         try:
@@ -178,7 +179,7 @@ class _CodecTiming:
             for step in range(WARM + MOST):
                 if step == WARM:
                     ends = time.perf_counter() + seconds
-                parts = self._step(runner, backend, given, outs)
+                parts = self._step(runner, backend, tensors, outs)
                 if step >= WARM:
                     took.append(parts)
                 if step >= WARM + least - 1 and time.perf_counter() > ends:
@@ -206,16 +207,23 @@ class _CodecTiming:
         start, middle, finish = costs
         return CodecCost(start, middle, finish, bits)
 
-    def _step(self, runner: StepRunner, backend: SimulatedRanks, given: list[Tensor], outs: list[Tensor]) -> Parts:
+    def _step(
+        self, runner: StepRunner, backend: SimulatedRanks, given: Tensors, outs: Mapping[str, Tensor | None]
+    ) -> Parts:
         """Return the seconds of computing of one step: start, each gap between two collectives, and finish."""
-        marks, gaps = [_computed(backend, given[0])], 0
-        exchange = runner.start_round_trip(runner.buckets[0], given, [True] * len(given))
-        marks.append(_computed(backend, given[0]))
-        while exchange.advance():
-            gaps += 1
-        marks.append(_computed(backend, given[0]))
-        runner.finish_step(lambda bucket: outs)
-        marks.append(_computed(backend, given[0]))
+        one = next(iter(given.values()))
+        marks, gaps = [_computed(backend, one)], 0
+        trips = []
+        for bucket in runner.buckets:  # several if dtypes differ and travel as they are
+            mine = [given[variable.name] for variable in bucket.variables]
+            trips.append(runner.start_round_trip(bucket, mine, [True] * len(mine)))
+        marks.append(_computed(backend, one))
+        for trip in trips:
+            while trip.advance():
+                gaps += 1
+        marks.append(_computed(backend, one))
+        runner.finish_step(lambda bucket: [outs[variable.name] for variable in bucket.variables])
+        marks.append(_computed(backend, one))
         start, middle, finish = (after - before for before, after in itertools.pairwise(marks))
         return start, middle / gaps if gaps else 0.0, finish
 

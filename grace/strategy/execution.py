@@ -140,7 +140,7 @@ def resolve(
 
 
 def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml", ".json")) or os.path.exists(text)
+    return text.endswith((".yaml", ".yml", ".json")) or os.path.isfile(text)  # not a folder of a builder's name
 
 
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:

@@ -21,6 +21,7 @@ try:
         Field,
         JsonValue,
         StrictBool,
+        StrictFloat,
         StrictInt,
         StrictStr,
         Tag,
@@ -87,7 +88,7 @@ class Rounds(Strict):
     """Number of fragments, which travel at different times."""
     delay: Natural = 0
     """Iterations for which a fragment may travel while training goes on."""
-    merge: Annotated[float, Field(ge=0, le=1)] = 0.0
+    merge: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     """Share of its own drift that a rank keeps."""
     over: Literal["ranks", "nodes"] = "ranks"
     """`nodes`: the ranks of a node average gradients in every iteration."""

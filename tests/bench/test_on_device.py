@@ -4,8 +4,6 @@ tests/device runs the commands."""
 import functools
 import gc
 import io
-import subprocess
-import sys
 import weakref
 from unittest import mock
 
@@ -16,15 +14,13 @@ from rich.console import Console
 from grace.bench.common import clocks
 from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results
-from grace.bench.kernels import rivals
 from grace.bench.kernels.timing import measure, times_ms
 from grace.bench.report import kernel_tables, step_table
 from grace.bench.step import one_gpu
-from grace.bench.step.step_rows import EngineRows
+from grace.bench.step.step_rows import EngineRows, compare_with_plain
 from grace.bench.step.step_settings import BOUND, StepSettings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
-from tests.support.limits import HANGS
 
 
 class Scripted(HostClock):
@@ -96,32 +92,11 @@ def test_what_a_replay_reads_stays_as_long_as_the_replay(monkeypatch):
     assert held() is None
 
 
-GROUPS = """
-import torch
-from grace.bench.kernels import rivals
-
-for _ in range(150):
-    with rivals.alone("cpu") as group:
-        works = rivals.hooks(torch.ones(32, 64), group)
-        for one in works.values():
-            one["round_trip"]()
-        del works, one
-    del group
-"""
-
-
-@pytest.mark.ranks
-def test_a_process_outlives_the_groups_of_torchs_hooks():
-    """A thread of gloo's that held the last reference to its own group aborted the process."""
-    subprocess.run([sys.executable, "-c", GROUPS], check=True, timeout=HANGS)
-
-
-def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():
+def test_methods_are_measured_in_one_run_against_what_they_must_move():
     x, methods = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), ["fp16", "topk(ratio=0.25)"]
     rows = measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None, whole=True)
     found = {row["method"]: row for row in rows}
-    assert list(found)[:3] == [*methods, "powersgd(rank=2)"]
-    assert set(found) >= {*rivals.HOOKS, "torch.topk(ratio=0.01)", "GRACE's qsgd in torch", "GRACE's topk in torch"}
+    assert list(found) == [*methods, "powersgd(rank=2)"]
     fp16 = found["fp16"]  # a copy's 8 bytes an element took as long
     assert (fp16["encode_fraction"], fp16["decode_fraction"]) == (6 / 8, 10 / 8)
     assert fp16["exchange_fraction"] == 12 / 8  # means are written, and not read
@@ -132,31 +107,11 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert topk["memory_fraction"] == pytest.approx((4 + sent + 8) / (2 * 8))
     assert topk["decode_floor_bytes"] == pytest.approx(sent + 8 * 0.25)
     assert found["powersgd(rank=2)"]["encode_floor_bytes"] == pytest.approx(8 + 32 * 2 * (32 + 64) / 2048 / 8)
-    assert "encode_fraction" not in found["GRACE's qsgd in torch"]
-    hook = found[rivals.HOOKS[0]]
-    assert (hook["round_trip_ms"], hook["eager"], hook["encode_ms"]) == (2.0, "round_trip", None)
     results = Results(
         "kernels", {"gpu": "a GPU", "device": "cuda"}, [{"tensor": "gaussian, 2,048", **row} for row in rows]
     )
     lines = [line.split() for line in said(kernel_tables.show, results).splitlines()]
     assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.0", "2.00", "75", "%", "2.00", "125"]
-
-
-@pytest.mark.parametrize("name", ["fp16", "qsgd", "topk", "powersgd(4)"])
-def test_rivals_compute_what_they_are_called(name):
-    """Each decodes to something near the gradient; top-k to its largest elements."""
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
-    works = rivals.formulas(x)[f"GRACE's {name} in torch"]
-    off = float((works["decode"]().view_as(x) - x).square().sum() / x.square().sum())
-    assert {"fp16": 0, "qsgd": 1e-6, "topk": 0.9, "powersgd(4)": 0.2}[name] <= off
-    assert off <= {"fp16": 1e-6, "qsgd": 0.05, "topk": 0.96, "powersgd(4)": 0.9}[name]
-
-
-def test_torchs_hooks_leave_a_lone_ranks_gradient_nearly_as_it_is():
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
-    with rivals.alone("cpu") as group:
-        work = rivals.hooks(x, group)[rivals.HOOKS[0]]["round_trip"]
-        assert (work().view_as(x) - x).abs().max() < 1e-2
 
 
 class Lane:
@@ -187,7 +142,7 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     contest = one_gpu.Contest(Workload(torch.nn.Linear(100, 10), loss, 3), settings, Lane(clock))
     tables = {rate: EngineRows("simulated", 4, rate) for rate in settings.bandwidths}
     contest.measure(clock, lambda rate, event: tables[rate].add(event))
-    results = Results("step", {}, [row for table in tables.values() for row in table.rows()])
+    results = Results("step", {}, [row for table in tables.values() for row in compare_with_plain(table.rows())])
     found = {(row["name"], row["bandwidth"]): row for row in results.rows}
     assert list(found) == [(name, rate) for rate in (1e6, 2e6) for name in (BOUND, "none", "fp16")]
     for (name, _), row in found.items():
@@ -205,6 +160,14 @@ def test_a_step_is_computing_and_what_the_wire_adds():
     shown = said(step_table.show, results)
     assert "The wire is simulated" in shown
     assert "fp16 1 and 0" in shown
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(None, 1), (100, 2)])
+def test_buckets_are_as_large_as_asked(bucket_bytes, buckets):
+    work = Workload(torch.nn.Linear(100, 10), lambda model: model(torch.ones(1, 100)).sum(), 1)
+    settings = StepSettings(methods=["none"], ranks=[4], bandwidths=[1e6], bucket_bytes=bucket_bytes)
+    contest = one_gpu.Contest(work, settings, Lane(Scripted()))
+    assert len(contest.steppers["none"].exchange._grace.runner.buckets) == buckets
 
 
 def test_models_of_gpus_have_the_sizes_that_they_are_known_by():

@@ -5,10 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from benchmarks.planner_rows import GOALS
 from grace.bench.common.options import bandwidths
 from grace.bench.common.results import Results, load
-from grace.bench.plan import plan_command
 from grace.bench.plan.plan_command import LINKS
 from grace.bench.report.plan_table import judge, order, show
 from tests.support.command import grace_command
@@ -85,11 +83,11 @@ def net():
 
 
 @pytest.mark.ranks
-def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_command, "QUICK", {**plan_command.QUICK, "seconds": 0.02})
+def test_a_scenario_of_real_ranks(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
     words = ["--models", "small:net", "--bandwidth", "none", "-n", "2", "--methods", "fp16,topk(ratio=0.01)"]
-    code, _, err = grace_command("bench", "plan", *words, "--quick", "--out", "new", folder=tmp_path)
+    words += ["--quick", "--seconds", "0.02"]
+    code, _, err = grace_command("bench", "plan", *words, "--out", "new", folder=tmp_path)
     assert code == 0, err
     (kept,) = load(tmp_path / "new").rows
     plans = {plan["name"]: plan for plan in kept["plans"]}
@@ -101,8 +99,8 @@ def test_a_scenario_of_real_ranks(tmp_path, monkeypatch):
         assert plan["measured_ms"] > 0
         assert len(plan["turns_ms"]) >= 2
     assert sum(plan["chosen"] for plan in plans.values()) == 1
-    assert kept["settled"] <= GOALS["settled"].limit
-    assert kept["uncompressed"] <= GOALS["uncompressed"].limit
+    assert kept["settled"] <= 60  # steps
+    assert kept["uncompressed"] <= 15
     assert kept["planning"] > 0
     assert "largest part of a variable's bound" in kept["plan"]
 

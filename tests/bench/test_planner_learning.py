@@ -1,41 +1,24 @@
-"""``python -m benchmarks.planner_learning``: what is trained, and what is known already."""
-
-import json
-import sys
+"""``benchmarks/planner_learning.py``: its tasks are taken by ``grace bench train``, and can be learnt."""
 
 import pytest
+import torch
 
-from benchmarks import planner_learning
-from grace.bench.lifecycle import BenchmarkRun
-
-
-def told(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["planner_learning", *words])
-    planner_learning.main()
+from grace.bench.train.train_command import TrainSettings
+from grace.bench.workloads.tasks import task_class
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
-    trained, out = [], tmp_path / "rows.json"
-
-    def run(settings, out):
-        running = BenchmarkRun("train", settings.about(), out)
-        if len(trained) == 2:
-            running.code, running.message = 130, "interrupted"
-        trained.append((settings.task, settings.optimizers))
-        for method, quality in (("none", 1.0), ("auto", 1.1)):
-            run = {"method": method, "seed": 4, "quality": quality, "curve": [[0, 0, 0.0, 3.0]]}
-            running.results.rows.append({"method": method, "quality": quality, "runs": [run]})
-        return running
-
-    monkeypatch.setattr(planner_learning.train_command, "run", run)
-    words = "--tasks", "Lora", "--seeds", "4", "--epochs", "1", "--out", str(out)
-    with pytest.raises(SystemExit, match="grace bench train: interrupted"):
-        told(monkeypatch, *words)
-    assert len(json.loads(out.read_text())) == 2
-    said = capsys.readouterr()
-    assert "| Lora | SGD | 1 | 1.1 | 5.0% |" in said.out
-    assert "2 of 3 trained; the rest will take about" in said.err
-    trained.clear()
-    told(monkeypatch, *words)
-    assert trained == [("benchmarks.planner_learning:Lora", ["adamw"])]
-    assert capsys.readouterr().out.count("| Lora |") == 3
+@pytest.mark.parametrize(
+    "name", [f"{momentum}{task}" for task in ("Tables", "Convolutions", "Tied", "Lora") for momentum in ("", "Plain")]
+)
+def test_a_few_steps_lower_the_loss(name):
+    settings = TrainSettings(f"benchmarks.planner_learning:{name}", ["none", "auto"])
+    assert settings.facts["metric"].endswith("loss")
+    task = task_class(settings.task)()
+    model = task.network(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.lr / 10, momentum=task.momentum)
+    before = float(task.quality(model))
+    for share in task.shares(1, 0, 0, 0)[:10]:
+        optimizer.zero_grad()
+        task.loss(model, share).backward()
+        optimizer.step()
+    assert float(task.quality(model)) < before

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import fixed_costs, planning_time, readme_figures
+from benchmarks import planning_time, readme_figures
 from tests.support.command import grace_command
 
 MINE = """
@@ -67,6 +67,7 @@ REFUSED = {
         (["--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
         (["--device", "cuda", "--sharded", "2"], "over a simulated wire: leave out --sharded"),
         (["--device", "cuda", "--engine", "mpi"], "leave out --engine mpi"),
+        (["--device", "cuda", "--baselines", "ddp"], "leave out --baselines"),
         pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU here", marks=NO_GPU),
     ],
     "train": [
@@ -141,9 +142,6 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, s
 @pytest.mark.parametrize(
     ("program", "words", "says"),
     [
-        (fixed_costs, ["--steps", "0"], "--steps must be at least 1, not 0"),
-        (fixed_costs, ["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (fixed_costs, ["--methods", "tpok"], "tpok"),
         (planning_time, ["--variables", "0"], "error: "),
         (planning_time, ["--ranks", "0"], "error: "),
         (planning_time, ["--bandwidth", "slow"], "error: "),

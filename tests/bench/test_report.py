@@ -103,9 +103,11 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path):
 
 def test_rows_that_cannot_be_shown_are_named(tmp_path):
     broken = step()
-    del broken.rows[4]["bandwidth"]
-    with pytest.raises(ConfigError, match="row 5 of the step results has no bandwidth"):
-        write_report(tmp_path / "x.html", [broken])
+    del broken.rows[4]["step_ms"]
+    broken.save(tmp_path / "run")
+    assert "run is damaged, or of another kind (KeyError: 'step_ms')" in " ".join(
+        run(tmp_path / "run", code=2)[1].split()
+    )
     with pytest.raises(ConfigError, match="at least one"):
         write_report(tmp_path / "x.html", [])
     (tmp_path / "file").touch()

@@ -17,8 +17,10 @@ WHOLE = """{"grace_bench": 1, "kind": "step", "settings": %s, "rows": %s, "comma
 @pytest.fixture
 def results():
     """Two rows, of which one has a list and one a value more."""
-    rows = [{"method": "none", "step_ms": 1.5, "times_ms": [1, 2]}, {"method": "topk, coded", "pays": None, "n": 3}]
-    return Results("step", {"model": "resnet"}, rows, command="grace bench step")
+    rows = [{"step_ms": 1.5, "times_ms": [1, 2]}, {"pays": None, "n": 3}]
+    methods = ("none", "topk, coded")
+    rows = [{"tensor": "gaussian", "method": method, **row} for method, row in zip(methods, rows, strict=True)]
+    return Results("kernels", {"elements": 4096}, rows, command="grace bench kernels")
 
 
 def test_what_is_saved_is_what_is_loaded(results, tmp_path):
@@ -37,8 +39,9 @@ def test_it_tells_where_and_with_what(results):
 
 def test_csv_has_the_plain_values_of_all_rows(results):
     first, second = csv.DictReader(io.StringIO(results.csv()))
-    assert first == {"kind": "step", "method": "none", "step_ms": "1.5", "pays": "", "n": ""}
-    assert second == {"kind": "step", "method": "topk, coded", "step_ms": "", "pays": "", "n": "3"}
+    both = {"kind": "kernels", "tensor": "gaussian"}
+    assert first == {**both, "method": "none", "step_ms": "1.5", "pays": "", "n": ""}
+    assert second == {**both, "method": "topk, coded", "step_ms": "", "pays": "", "n": "3"}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,10 @@ def test_csv_has_the_plain_values_of_all_rows(results):
         ('{"grace_bench": 1, "kind": "step"}', "is damaged"),
         (WHOLE % ("[]", "[]"), "is damaged"),
         (WHOLE % ("{}", "[3]"), "is damaged"),
+        (
+            WHOLE % ("{}", '[{"name": "none", "ranks": [2]}]'),
+            "row 1 of the step results has no engine, ranks, bandwidth",
+        ),
     ],
 )
 def test_what_is_no_such_file_is_refused_by_name(tmp_path, text, message):

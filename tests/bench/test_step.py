@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from grace.bench.common import results as record
+from grace.bench.common.progress import ScenarioBars
 from grace.bench.kernels import fidelity
+from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.link.emulation import possible
 from grace.bench.ranks import launchers
-from grace.bench.step.step_rows import compare_with_plain, verdict_text
+from grace.bench.step.step_rows import ScenarioRows, compare_with_plain, verdict_text
 from grace.bench.step.step_settings import BOUND
 from tests.support.bench_runs import interrupted_bench
 from tests.support.command import grace_program
@@ -50,9 +52,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, *args, code=0, launcher=()):
+def run(folder, *args, code=0, launcher=(), **variables):
     """Return stdout, stderr and the results of the command."""
-    out, err = grace_program("bench", "step", *args, "--out", "out", code=code, cwd=folder, launcher=launcher)
+    command = ["bench", "step", *args, "--out", "out"]
+    out, err = grace_program(*command, code=code, cwd=folder, launcher=launcher, **variables)
     return out, err, record.load(folder / "out") if code == 0 else None
 
 
@@ -192,10 +195,12 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
     assert "mine:wide, 3 ranks on loopback" in out
 
 
-def test_sparse_gradients_are_exchanged_too(folder):
-    args = ["--model", "mine:rows", "--methods", "none", "--baselines", "none", "--rounds", "1"]
-    *_, results = run(folder, *args)
-    assert [row["name"] for row in results.rows] == [BOUND, "none"]
+def test_sparse_gradients_are_exchanged_too_by_methods_that_take_them(folder):
+    args = ["--model", "mine:rows", "--methods", "none,powersgd,topk", "--baselines", "none", "--rounds", "1"]
+    out, _, results = run(folder, *args, OMP_NUM_THREADS="1,1")  # of nested regions, too
+    assert [row["name"] for row in results.rows] == [BOUND, "none", "topk"]
+    assert "is sparse, and powersgd exchanges a variable in several rounds" in results.settings["skipped"]["powersgd"]
+    assert "Left out: powersgd: " in out
 
 
 def test_steps_between_which_ranks_train_alone_are_averaged_over_whole_periods(folder):
@@ -251,6 +256,15 @@ def _namespaces():
     return re.findall(r"^(grace-\S+)", listed, re.MULTILINE)
 
 
+def test_what_each_engine_leaves_out_is_told():
+    running = BenchmarkRun("step", {}, None)
+    rows = ScenarioRows(running, ScenarioBars(running.console), 2, None, ["mpi", "torch"])
+    for engine, name in (("mpi", "powersgd"), ("torch", "DDP bf16 hook")):
+        rows.add(engine, {"engine": engine})
+        rows.add(engine, {"facts": {"device": "cpu", "skipped": {name: "refused"}}})
+    assert running.results.settings == {"device": "cpu", "skipped": {"powersgd": "refused", "DDP bf16 hook": "refused"}}
+
+
 def row(name, ms, kind="grace", spread=1.0):
     return {
         "name": name, "kind": kind, "ranks": 2, "step_ms": ms, "step_low_ms": ms - spread, "step_high_ms": ms + spread
@@ -287,6 +301,10 @@ def test_the_verdict(others, words):
             "not recommended: DDP fp16 hook (2.5x; not trained here), topk (2.0x; lacks 40 % of",
         ),
         ({"topk": math.inf, "qsgd": 0.0}, ", topk (2.0x; diverged)."),
+        (
+            {"topk": None, "qsgd": None},
+            ", topk (2.0x; training gains nothing without compression either), qsgd (1.4x; tr",
+        ),
         ({"topk": 0.4, "qsgd": 0.4}, "Do not compress: no method that learns as well is clearly faster than DDP"),
         ({"qsgd": 0.0}, "Compress: qsgd"),
         ({"qsgd": 0.0}, "DDP fp16 hook (2.5x; not trained here), topk (2.0x; not trained here)."),

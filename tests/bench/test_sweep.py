@@ -93,7 +93,7 @@ def test_results_of_another_benchmark_are_not_resumed(run, tmp_path):
     assert (code, "kept has results of plan, not of pipeline" in err.replace("\n", " ")) == (2, True)
     file = tmp_path / "kept" / "results.json"
     facts = json.loads(file.read_text())
-    file.write_text(json.dumps({**facts, "rows": [{"model": "mlp"}]}))
+    file.write_text(json.dumps({**facts, "rows": [{"model": "mlp", "ranks": 2, "bandwidth": None}]}))
     code, _, err = run("plan", "1gbit", "--out", "kept", "--resume")
     assert (code, "is damaged, or of another kind" in err) == (2, True)
 

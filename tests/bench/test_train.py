@@ -238,7 +238,7 @@ class Line(InTorch):
         return (model(self.x[share]) - 3 * self.x[share]).square().mean()
 
     def quality(self, model):
-        return float(self.loss(model, torch.arange(64)).detach())
+        return self.loss(model, torch.arange(64)).detach()
 """
 
 

@@ -58,7 +58,8 @@ def test_the_files_folder_is_made(folder):
     assert read(folder / "kept" / "c.json").codecs
 
 
-def test_numpy_needs_no_framework(folder):
+def test_numpy_needs_no_framework(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")  # of nested regions, too
     code, out, err = calibrated(
         folder, "--quick", "--methods", "bf16,fp16", "--framework", "numpy", "-o", "c.json", "--model", "mine:net"
     )
@@ -66,6 +67,7 @@ def test_numpy_needs_no_framework(folder):
     assert "left out: allreduce, cast(dtype='bf16'), none: NumPy has no bfloat16" in out
     assert "allreduce, cast, none" in read(folder / "c.json").codecs
     assert read(folder / "c.json").key.framework.startswith("numpy")
+    assert read(folder / "c.json").key.threads == 3
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_ranks_measure_links_and_methods(folder):
     made = read(folder / "c.json")
     assert (made.key.engine, made.key.ranks, made.key.threads, made.by_ring) == ("torch.distributed (gloo)", 2, 1, True)
     assert set(made.network.curves) == set(KINDS)
-    costs = made.costs()
+    costs = made.costs(made.network)
     assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
     assert out.count("Wrote c.json") == 1  # rank 0 alone speaks
     assert json.loads((folder / "c.json").read_text())["made"] > 1e9

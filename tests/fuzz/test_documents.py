@@ -124,7 +124,7 @@ def read_calibration(path):
 def used_calibration(found):
     """A calibration, whose links can be used."""
     if found.network is not None:
-        found.costs().network.seconds("allgather", 1e5, 4)
+        found.costs(found.network).network.seconds("allgather", 1e5, 4)
     return found
 
 

@@ -170,6 +170,13 @@ def test_every_communicator_can_be_measured(choice):
     assert found.codec.finish.seconds(3, 1e5, 3) > 0
 
 
+def test_gradients_of_several_dtypes_are_measured_though_they_share_no_bucket():
+    first, *others = gradients().items()
+    found = measured("none", {first[0]: first[1].astype(np.float64), **dict(others)}, ranks=2)
+    assert set(found.errors) == set(SHAPES)
+    assert found.codec.finish.seconds(3, 1e5, 2) > 0
+
+
 def test_the_destination_is_who_computes():
     found = measure(ReduceBroadcast("topk", destination=5), gradients(), ranks=6, limit_seconds=QUICK)
     assert found.method == "reduce_broadcast, topk, residual"

@@ -10,10 +10,12 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 import grace
+from grace.backends.topology import Topology
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
+from grace.strategy.execution import resolve
 from grace.strategy.plan import fingerprint
 
 VARIABLES = [
@@ -98,6 +100,8 @@ def edited(**changes):
         ({"memory": "dgc"}, r"variable 'w', compressor: memory dgc cannot serve"),
         ({"partition": {"axis": 2, "sizes": [1]}, "parts": []}, r"variable 'w', sync: a variable that is cut"),
         ({"parts": []}, r"variable 'w', parts: there is no partition"),
+        ({"outer": {"period": 4, "merge": "0.5"}}, r"variables.w.outer.merge: must be a .*number, not '0.5'"),
+        ({"outer": {"period": 4, "merge": True}}, r"variables.w.outer.merge: must be a .*number, not True"),
         ({"sparse": True, "compressor": "signsgd", "sync": {"type": "allgather"}}, r"is sparse, and signsgd votes"),
         ({"rules": [{"match": {}, "sync": {"type": "allreduce"}}]}, r"rules: they need a model"),
     ],
@@ -106,6 +110,12 @@ def test_errors_name_the_file_the_variable_and_the_field(changes, message):
     with pytest.raises(grace.ConfigError, match=message) as caught:
         schema.parse(edited(**changes), "s.yaml")
     assert str(caught.value).startswith("s.yaml")
+
+
+def test_a_folder_of_a_builders_name_is_no_strategy_file(tmp_path, monkeypatch):
+    (tmp_path / "parallax").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve("parallax", VARIABLES, Topology(["here"])).builder["name"] == "parallax"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,7 +22,14 @@ from grace.planner.links import cores
 
 FORMAT = 1
 """Format of the file; a later one is refused."""
-KINDS = ("kernels", "step", "train", "plan", "pipeline")
+KINDS = {
+    "kernels": ("tensor", "method"),
+    "step": ("engine", "ranks", "bandwidth", "name"),
+    "train": ("ranks", "bandwidth", "optimizer", "method"),
+    "plan": ("ranks", "bandwidth", "model"),
+    "pipeline": ("ranks", "bandwidth", "compressor", "model"),
+}
+"""Keys that identify the rows of each kind of results; the last one is the row's name."""
 Row = dict[str, Any]
 """Measurement: plain data, whose keys are the benchmark's."""
 Settings = dict[str, Any]
@@ -46,7 +53,7 @@ class Results:
     """Results that a benchmark has measured so far.
 
     Attributes:
-        kind: one of ``KINDS``.
+        kind: one of :data:`KINDS`.
         settings: the benchmark's settings, and facts that all rows share; plain data.
         rows: one dict of plain data per measurement.
         command: the command line.
@@ -86,13 +93,6 @@ class Results:
         device = ", ".join(self.settings[key] for key in ("gpu", "gpu_driver", "gpu_runtime") if self.settings.get(key))
         return f"{device}; " + ", ".join(f"{name} {self.versions.get(name)}" for name in ("torch", "triton"))
 
-    def require_keys(self, keys: Iterable[str]) -> None:
-        """Raise a ConfigError that names the first row that lacks one of the keys, or has a list or dict there."""
-        for number, row in enumerate(self.rows, start=1):
-            wrong = [key for key in keys if key not in row or isinstance(row[key], list | dict)]
-            if wrong:
-                raise ConfigError(f"row {number} of the {self.kind} results has no {', '.join(wrong)}")
-
     def save(self, folder: Path) -> list[Path]:
         """Write ``results.json`` and ``results.csv``, each atomically."""
         facts = {"grace_bench": FORMAT, **dataclasses.asdict(self)}
@@ -121,6 +121,10 @@ def load(path: Path | str) -> Results:
     complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
+    for number, row in enumerate(facts["rows"], start=1):
+        wrong = [key for key in KINDS[facts["kind"]] if key not in row or not _plain(row[key])]
+        if wrong:
+            raise ConfigError(f"{path}: row {number} of the {facts['kind']} results has no {', '.join(wrong)}")
     return Results(**facts)
 
 

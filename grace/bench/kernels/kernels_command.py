@@ -128,8 +128,7 @@ def command(
 
     With --device cuda times alone are measured, by CUDA's events around replays of
     CUDA graphs, the L2 cache flushed before each: against the bytes that a part
-    must move, as a fraction of what a copy moves; and beside torch.topk, torch's
-    fp16 and PowerSGD hooks, and GRACE's formulas in plain torch, all in turns.
+    must move, as a fraction of what a copy moves, all in turns.
 
     Results are saved after each method, Ctrl-C included.
     """

@@ -5,7 +5,6 @@ cannot do without, for each element of the gradient: what it reads, sends, and w
 of what the copy moves in the same run: 1 is as fast as the memory.
 """
 
-import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from grace.bench.common.clocks import WARM_UP, HostClock
+from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Row
-from grace.bench.kernels import rivals
 from grace.bench.kernels.fidelity import NAME, communicator_of, sent_bytes
 from grace.bench.kernels.peak_memory import peak_bytes
 from grace.core.backend import LocalBackend
@@ -52,8 +50,7 @@ def measure(
     """Return the costs of methods on one tensor (float32, contiguous), as rows of the results file.
 
     All take turns, so that other work of the machine, and the clock rate of a device, are those of all. ``show`` is
-    called with the part that is prepared or measured next. ``whole`` measures exchanges too, and rivals (see
-    :mod:`grace.bench.kernels.rivals`), which have no floors.
+    called with the part that is prepared or measured next. ``whole`` measures exchanges too.
 
     - ``encode``: ``compress``, all rounds of a method that has several; ``decode``: adding the decoded payload to a
       dense tensor; ``memory``: the memory's ``compensate`` and ``update`` (which decodes, too), with a residual kept;
@@ -64,20 +61,8 @@ def measure(
     - ``bits_per_element``: of the payload that travels, measured; all rounds together.
     - ``eager``: the parts that wait for the host.
     """
-    out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], object]](), dict[str, list[str]]()
-    about: dict[str, tuple[float | None, dict[str, float], str]] = {}
-
-    def add(name: str, own: Works) -> None:
-        for part, work in own.items():
-            show(f"{name}: {part}")
-            if part == "round_trip":  # DDP calls hooks eagerly; torch's PowerSGD compresses from the third call on
-                for _ in range(WARM_UP):
-                    work()
-            works[name, part], replayed = (work, False) if part == "round_trip" else clock.prepared(work)
-            if not replayed:
-                eager.setdefault(name, []).append(part)
-
-    add("", {"copy": functools.partial(out.copy_, x)})
+    out, about = torch.zeros_like(x), dict[str, tuple[float, dict[str, float], str]]()
+    works: dict[tuple[str, str], Callable[[], object]] = {("", "copy"): functools.partial(out.copy_, x)}
     for method in methods:
         own, communicator = works_of(method, x, memory, out)
         compressor, bits = communicator.compressor, 8 * sent_bytes(method, x) / x.numel()
@@ -85,18 +70,20 @@ def measure(
         about[method] = bits, floors_of(compressor, bits, payload[0].numel() / x.numel()), communicator.memory.spec
         if whole:
             own["exchange"] = Exchanged(method, memory, [x], [out])
-        add(method, own)
-    with rivals.alone(x.device.type) if whole else contextlib.nullcontext() as group:
-        for name, own in {**rivals.formulas(x), **rivals.hooks(x, group)}.items() if whole else ():
-            about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
-            add(name, own)
-        show("measuring")
-        times = times_ms(works, repeats, clock)
+        works |= {(method, part): work for part, work in own.items()}
+    eager = dict[str, list[str]]()
+    for (method, part), work in works.items():
+        show(f"{method}: {part}")
+        works[method, part], replayed = clock.prepared(work)
+        if not replayed:
+            eager.setdefault(method, []).append(part)
+    show("measuring")
+    times = times_ms(works, repeats, clock)
     rows = []
-    for name, (sent, floor, kept) in about.items():
-        taken = {part: times[owner, part] for owner, part in works if owner in ("", name)}
-        row = row_of(name, taken, x.numel(), sent, floor)
-        rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(name, []))})
+    for method, (bits, floor, kept) in about.items():
+        taken = {part: times[owner, part] for owner, part in works if owner in ("", method)}
+        row = row_of(method, taken, x.numel(), bits, floor)
+        rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(method, []))})
     return rows
 
 
@@ -162,9 +149,7 @@ def fraction(floor: float, elements: int, ms: float, copy_ms: float) -> float:
     return floor * elements / ms / (8 * elements / copy_ms)
 
 
-def row_of(
-    method: str, taken: Mapping[str, float], elements: int, bits: float | None, floor: Mapping[str, float]
-) -> Row:
+def row_of(method: str, taken: Mapping[str, float], elements: int, bits: float, floor: Mapping[str, float]) -> Row:
     """Return a row of the results file from the times of a method's parts, in ms, with the floors of those that have
     one; a part that was not timed is None.
 
@@ -233,19 +218,24 @@ class Exchanged:
 
     def encode(self) -> None:
         """Encode the first payloads of a step, and abandon the step."""
-        self._start()
+        self.start()
         self.runner.abandon()
 
     def __call__(self) -> None:
         """Make a step."""
-        self._start()
+        self.start()
+        self.finish()
+
+    def finish(self) -> None:
+        """Decode, and end the step."""
         try:
             self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
             self.runner.abandon()
             raise
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin a step: encode the first payloads of all buckets."""
         try:
             for bucket in self.runner.buckets:
                 mine = [self.tensors[variable.name][0] for variable in bucket.variables]

@@ -30,6 +30,8 @@ QUEUE_SECONDS = 0.05
 SMALLEST_QUEUE = 1 << 20
 """Bytes of the shortest queue: a shorter one drops packets of a stream that has just begun, which takes long to recover
 on slow links."""
+WARM_UP = 0.3
+"""Seconds that a stream gets to reach its speed."""
 FEWEST_PACKETS = 50
 """Number of packets that a measurement of a rate takes at least."""
 PORT = 29500
@@ -41,9 +43,8 @@ STREAM = Path(__file__).with_name("stream.py")
 _numbers = itertools.count()
 
 
-def possible(latency_ms: float = 0) -> str:
-    """Return the reason why a link cannot be emulated here, or an empty text if it can: a small one is tried, with the
-    latency, which needs a further module of the kernel."""
+def possible() -> str:
+    """Return the reason why a link cannot be emulated here, or an empty text if it can: a small one is tried."""
     if sys.platform != "linux":
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -55,11 +56,9 @@ def possible(latency_ms: float = 0) -> str:
         return f"it needs root: this process lacks {' and '.join(lacking)}"
     try:
         # For the same reason as when a link is entered.
-        with signals_deferred(), contextlib.closing(Link(ranks=1, rate=1e9, latency_ms=latency_ms)) as link:
+        with signals_deferred(), contextlib.closing(Link(ranks=1, rate=1e9)) as link:
             link._build()
     except LinkError as error:
-        if latency_ms and not possible():
-            return f"a latency needs netem, which this kernel does not seem to have: {error}"
         return str(error)
     return ""
 
@@ -73,7 +72,6 @@ class Link:
     Args:
         ranks: the number of ranks; each is like a machine of its own.
         rate: bits per second of each rank's connection, in both directions at once. Headers count.
-        latency_ms: milliseconds that a packet takes besides, one way.
 
     Raises:
         ConfigError: these numbers make no network.
@@ -88,16 +86,13 @@ class Link:
     interface = "link0"
     """Name of the connection's interface on every rank."""
 
-    def __init__(self, ranks: int = 2, rate: float = 1e9, latency_ms: float = 0) -> None:
+    def __init__(self, ranks: int = 2, rate: float = 1e9) -> None:
         if not 1 <= ranks <= 1000:
             raise ConfigError(f"a link joins 1 to 1000 ranks, not {ranks}")  # a bridge has 1023 ports
         if not 1e3 <= rate <= 1e12:
             raise ConfigError(f"a link's rate is between 1 kbit/s and 1000 Gbit/s, not {rate:g} bit/s")
-        if not 0 <= latency_ms <= 60_000:
-            raise ConfigError(f"a link's latency is between 0 and 60000 ms, not {latency_ms:g}")
         self.ranks = ranks
         self.rate = rate
-        self.latency_ms = latency_ms
         self._prefix = ""
         self._process = 0
         self._signals = contextlib.ExitStack()
@@ -107,7 +102,7 @@ class Link:
         try:
             # a command that is interrupted as it starts would be left alone, and make its namespace later
             with signals_deferred():
-                if reason := possible(self.latency_ms):
+                if reason := possible():
                     raise LinkError(f"a link cannot be emulated here: {reason}")
                 namespaces.remove_stale()
                 self._build()
@@ -178,30 +173,20 @@ class Link:
         for rank in range(self.ranks):
             ports.append(f"link add rank{rank} type veth peer name {self.interface} netns {self._namespace(rank)}")
             ports.append(f"link set rank{rank} master bridge {up}")
-            limits += self._limits(f"rank{rank}", self.latency_ms)
+            limits.append(self._limit(f"rank{rank}"))
         namespaces.call("ip", "-netns", hub, "-batch", "-", script="\n".join(ports))
         namespaces.call("tc", "-netns", hub, "-batch", "-", script="\n".join(limits))
         for rank in range(self.ranks):
             address = f"address add {self.address(rank)}/16 dev {self.interface}"
             script = "\n".join(["link set lo up", f"link set {self.interface} {up}", address])
             namespaces.call("ip", "-netns", self._namespace(rank), "-batch", "-", script=script)
-            # No latency on the sender's interface: TCP holds back while its own packets wait in that queue. Packets
-            # that the bridge delays do not count.
-            script = "\n".join(self._limits(self.interface))
-            namespaces.call("tc", "-netns", self._namespace(rank), "-batch", "-", script=script)
+            namespaces.call("tc", "-netns", self._namespace(rank), "-batch", "-", script=self._limit(self.interface))
 
-    def _limits(self, interface: str, latency_ms: float = 0) -> list[str]:
-        """Return the commands of ``tc`` for an interface."""
+    def _limit(self, interface: str) -> str:
+        """Return the command of ``tc`` for an interface."""
         burst = max(SMALLEST_BURST, round(self.rate / 8 * BURST_SECONDS))
         queue = max(SMALLEST_QUEUE, round(self.rate / 8 * QUEUE_SECONDS)) + burst
-        bucket = f"tbf rate {self.rate:.0f}bit burst {burst} limit {queue}"
-        if not latency_ms:
-            return [f"qdisc add dev {interface} root {bucket}"]
-        delay = f"netem delay {latency_ms * 1000:.0f}us limit 1000000"  # packets, in place of 1000
-        return [
-            f"qdisc add dev {interface} root handle 1: {delay}",
-            f"qdisc add dev {interface} parent 1:1 handle 2: {bucket}",
-        ]
+        return f"qdisc add dev {interface} root tbf rate {self.rate:.0f}bit burst {burst} limit {queue}"
 
 
 def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1) -> float:
@@ -212,17 +197,16 @@ def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1
     """
     if link.ranks < 2:
         raise ConfigError("throughput is measured between two ranks, and the link has one")
-    warm_up = 0.3 + 0.04 * link.latency_ms  # 20 round trips: in each TCP at most doubles the bytes under way
     seconds = max(seconds, FEWEST_PACKETS * MTU * 8 / link.rate)
     with contextlib.ExitStack() as stack:
-        counting = stack.enter_context(_start(link, receiver, ["receive", str(warm_up), str(seconds)]))
+        counting = stack.enter_context(_start(link, receiver, ["receive", str(WARM_UP), str(seconds)]))
         stack.callback(end, counting)
         port = counting.stdout.readline().strip() if counting.stdout else ""
         if port:
             sending = stack.enter_context(_start(link, sender, ["send", link.address(receiver), port]))
             stack.callback(end, sending)
         try:
-            out, complaint = counting.communicate(timeout=warm_up + seconds + 60)
+            out, complaint = counting.communicate(timeout=WARM_UP + seconds + 60)
         except subprocess.TimeoutExpired:
             raise LinkError("the stream stands still") from None
     if counting.returncode != 0:

@@ -24,7 +24,6 @@ def link(
         str, typer.Option(help="Rates, separated by commas: 800kbit, 100mbit, 2.5gbit ...")
     ] = "100mbit,1gbit,10gbit",
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks that the network joins.")] = 2,
-    latency: Annotated[float, typer.Option(help="Milliseconds that a packet takes besides, one way.")] = 0.0,
     seconds: Annotated[float, typer.Option(help="Length of each of the three measurements.")] = 1.0,
 ) -> None:
     """Emulate slow networks on this machine, and measure whether they are what they claim to be.
@@ -41,11 +40,11 @@ def link(
         raise ConfigError(f"a link is measured between two ranks; --ranks is {ranks}")
     if not 0 < seconds <= 600:
         raise ConfigError(f"--seconds is above 0 and at most 600, not {seconds:g}")
-    links = [Link(ranks, parse_rate(text), latency) for text in bandwidth.split(",")]
+    links = [Link(ranks, parse_rate(text)) for text in bandwidth.split(",")]
     console = Console(highlight=False)
     ending = Ending("grace bench link", "interrupted; the network is removed")
     with ending.record_failure():
-        reason = possible(latency)
+        reason = possible()
         if reason:
             raise LinkError(f"not possible here: {reason}")
         rates = [(each.rate, _median(each, seconds, console)) for each in links]

@@ -29,7 +29,7 @@ QUICK = {"rounds": 2, "own": 1, "seconds": 0.3}
 @dataclasses.dataclass
 class PlanSettings(SweepSettings):
     """Settings of the benchmark. ``own`` is the number of the planner's other candidates that are measured, the best
-    ones; ``seconds`` is about how long each plan's steps are measured.
+    ones.
 
     Raises:
         ConfigError: a value cannot work.
@@ -55,8 +55,10 @@ class PlanSettings(SweepSettings):
         show_default=f"{len(METHODS)} usual ones",
     )
     rounds: int = option(3, "How often each plan has its turn.", show_default=f"3, quick {QUICK['rounds']}")
+    seconds: float = option(
+        1.0, "About how long each plan's steps are measured.", show_default=f"1, quick {QUICK['seconds']}", min=0
+    )
     own: int = 3
-    seconds: float = 1.0
 
     def __post_init__(self) -> None:
         unique_lists(self, "models", "bandwidths", "ranks")

@@ -7,7 +7,6 @@ Usage: python -m grace.bench.plan.plan_rank FOLDER MODEL, where FOLDER holds set
     {"scenario": {...}}     all of it: facts, and plans with what was predicted and measured
 """
 
-import os
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -42,7 +41,6 @@ between them noise could decide."""
 def measure(settings: PlanSettings, model: str, backend: Backend, emit: Emit) -> None:
     """Let ``auto`` choose, then measure plans in turns; rank 0 calls ``emit`` with each event."""
     began = time.perf_counter()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     work = workload(model, backend.rank)
     stepper = Stepper(in_optimizer("auto", strategy="auto"), work.model, work.loss)

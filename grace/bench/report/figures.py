@@ -268,7 +268,7 @@ def _train(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     rows = [row for row in results.rows if number(row.get("quality")) is not None]
     by_optimizer = cases(rows, "optimizer")
     for (optimizer,), some in by_optimizer.items():
-        where = f", {optimizer or '?'}" if len(by_optimizer) > 1 else ""
+        where = f", {optimizer}" if len(by_optimizer) > 1 else ""
         found += _of_optimizer(some, results.settings, looks, where)
     return found
 

@@ -30,8 +30,7 @@ ON_DEVICE = (
     "of the same tensor moves in the same run; 100 % is as fast as the device's memory. Floors in bytes an element: "
     "encode reads 4 (again in each round) and writes what is sent; with memory 8 more for the residual; decode reads "
     "what was sent, and reads and writes 8 of each element that it touches. exchange: a whole bucket as the optimizer "
-    "encodes and decodes it, without a network: means are written, 4. round trip: encode and decode; of torch's hooks "
-    "the whole call.\n"
+    "encodes and decodes it, without a network: means are written, 4. round trip: encode and decode.\n"
     "Times are CUDA's events around replays of CUDA graphs, the L2 cache flushed before each. *: it waits for the host "
     "and was timed as it runs."
 )
@@ -88,7 +87,7 @@ def _errors(rows: list[Row]) -> Table:
 
 
 def _times_on_device(kind: str, rows: list[Row]) -> Table:
-    """Return a table of one tensor; rows of rivals have no floors."""
+    """Return a table of one tensor."""
 
     def taken(part: str, row: Row) -> str:
         ms = number(row.get(f"{part}_ms"))

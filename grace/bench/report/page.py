@@ -23,14 +23,6 @@ HEADINGS = {
     "plan": "Plans of auto",
     "pipeline": "Cuts into pipeline stages",
 }
-NEEDED = {
-    "step": ("name", "kind", "engine", "ranks", "bandwidth", "step_ms"),
-    "train": ("method", "bandwidth", "quality"),
-    "kernels": ("method", "tensor", "bits_per_element"),
-    "plan": ("model", "ranks", "bandwidth", "step_ms", "regret"),
-    "pipeline": ("model", "ranks", "bandwidth", "compressor", "step_ms", "regret"),
-}
-"""Keys of every row of a kind."""
 WIDTH = 150
 """Characters of a line of tables."""
 PAGE = """<!DOCTYPE html>
@@ -68,8 +60,6 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
 
 def report_sections(results: Sequence[Results]) -> list[str]:
     """Return the section of each of the results; a method has the same colour in all of them."""
-    for each in results:
-        each.require_keys(NEEDED[each.kind])
     looks = methods_looks(results)
     return [_section(each, looks) for each in results]
 

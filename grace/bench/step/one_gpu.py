@@ -112,9 +112,9 @@ class Simulated(SimulatedRanks):
         return self._carried(partial(super().gather, tensor, root), tensor)
 
 
-def on_wire(spec: str, wire: Simulated) -> Contestant:
+def on_wire(spec: str, wire: Simulated, bucket_bytes: int | None = None) -> Contestant:
     """Return the contestant of a method that is exchanged over a simulated wire."""
-    return in_optimizer(spec, spec, compressor=spec, backend=wire)
+    return in_optimizer(spec, spec, compressor=spec, backend=wire, bucket_bytes=bucket_bytes)
 
 
 class Contest:
@@ -128,7 +128,10 @@ class Contest:
         self.settings = settings
         self.alone = Stepper(bound(), work.model, work.loss)
         self.wires = {method: Simulated(settings.ranks[0], lane, None) for method in settings.methods}
-        self.steppers = {name: Stepper(on_wire(name, wire), work.model, work.loss) for name, wire in self.wires.items()}
+        self.steppers = {
+            method: Stepper(on_wire(method, wire, settings.bucket_bytes), work.model, work.loss)
+            for method, wire in self.wires.items()
+        }
         for stepper in (self.alone, *self.steppers.values()):
             for _ in range(WARM_UP):
                 stepper()

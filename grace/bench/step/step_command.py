@@ -76,7 +76,7 @@ def check_on_device(device: str, here: bool, given: options.Given) -> None:
     from grace.bench.common.clocks import check_device
 
     flags = {"ddp_hook": "--ddp-hook", "sharded": "--sharded", "reduce_scatter": "--reduce-scatter"}
-    flags["strategies"] = "--strategy"
+    flags |= {"strategies": "--strategy", "baselines": "--baselines"}
     needs_ranks = [flag for field, flag in flags.items() if given.get(field)]
     if given.get("engine", "torch") != "torch":
         needs_ranks.append(f"--engine {given['engine']}")

@@ -34,7 +34,7 @@ from grace.bench.step.contestants import (
 from grace.bench.step.step_settings import StepSettings
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
-from grace.errors import GraceError
+from grace.errors import ConfigError, ExchangeError, GraceError, RankError
 
 WARM_UP = 3
 """Steps before anything is timed: DDP rebuilds its buckets after the first; torch's PowerSGD starts at the third.
@@ -52,7 +52,8 @@ def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -
 
     The engine is that of this run: its baselines are measured, and Grace's methods if it is the settings' engine.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if not os.environ.get("OMP_NUM_THREADS"):  # torch reads it
+        torch.set_num_threads(1)
     torch.manual_seed(0)
     work = workload(settings.model, backend.rank)
     model = work.model
@@ -63,9 +64,10 @@ def measure(settings: StepSettings, backend: Backend, engine: str, emit: Emit) -
             stepper = Stepper(contestant, model, work.loss)
             steppers.append((stepper, _warm_up(stepper, backend)))
         except (GraceError, RuntimeError, TypeError, ValueError) as error:
-            if contestant.kind != "baseline":
+            refused = isinstance(error, ConfigError | RankError) and not isinstance(error, ExchangeError)
+            if contestant.kind != "baseline" and not refused:
                 raise
-            skipped[contestant.name] = str(error).splitlines()[0]  # the same on every rank: the engine refuses it
+            skipped[contestant.name] = str(error).splitlines()[0]  # on every rank: the engine or Grace refuses it
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts: dict[str, object] = {
         "device": next(model.parameters()).device.type,

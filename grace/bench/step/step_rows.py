@@ -82,7 +82,8 @@ class ScenarioRows:
         """Add an event of the ranks of an engine."""
         results = self.running.results
         self.by_engine[engine].add(event)
-        results.settings.update(self.by_engine[engine].facts)
+        left_out = results.settings.get("skipped", {}) | self.by_engine[engine].facts.get("skipped", {})
+        results.settings |= {**self.by_engine[engine].facts, **({"skipped": left_out} if left_out else {})}
         rows = [row for each in self.by_engine.values() for row in each.rows()]
         results.rows = [*self.rows_before, *compare_with_plain(rows)]
         self.bars.show(self.name, event)
@@ -132,8 +133,8 @@ def pays(row: Row, plain: Row) -> bool:
 
 
 def verdict_text(rows: list[Row], shortfalls: Mapping[str, float | None] | None = None) -> str:
-    """Return the verdict on a scenario, in a few sentences; of methods with ``shortfalls`` it recommends those that
-    learn."""
+    """Return the verdict on a scenario's rows, which were compared with the plain one, in a few sentences; of methods
+    with ``shortfalls`` it recommends those that learn."""
     plain = plain_row(rows)
     bound = next((row for row in rows if row["kind"] == "bound"), None)
     if rows and all(row.get("ranks") == 1 for row in rows):
@@ -147,26 +148,25 @@ def verdict_text(rows: list[Row], shortfalls: Mapping[str, float | None] | None 
     own = [row for row in good if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
     sentences = []
     if own:
-        gain = f"{own[0]['name']} makes a step {_speedup(own[0], plain)} as fast as {plain['name']}"
+        gain = f"{own[0]['name']} makes a step {_speedup(own[0])} as fast as {plain['name']}"
         sentences.append(f"Compress: {gain} ({_ms(own[0])} instead of {_ms(plain)}).")
         if good[0] is not own[0]:
-            sentences.append(f"Faster still: {', '.join(_gain(row, plain) for row in good[: good.index(own[0])])}.")
+            sentences.append(f"Faster still: {', '.join(_gain(row) for row in good[: good.index(own[0])])}.")
         rest = good[good.index(own[0]) + 1 :]
         if rest:
-            sentences.append(f"It pays too with {_listed([_gain(row, plain) for row in rest])}.")
+            sentences.append(f"It pays too with {_listed([_gain(row) for row in rest])}.")
     else:
         such = "method" if len(good) == len(paying) else "method that learns as well"
         sentences.append(f"Do not compress: no {such} is clearly faster than {plain['name']} ({_ms(plain)} a step).")
         if good:
-            sentences.append(f"But {', '.join(_gain(row, plain) for row in good)} would be.")
+            sentences.append(f"But {', '.join(_gain(row) for row in good)} would be.")
     if shortfalls is not None and len(good) < len(paying):
-        bad = [_fast_but(row, plain, _lacks(row, shortfalls)) for row in paying if not learns(row, shortfalls)]
+        bad = [_fast_but(row, shortfalls) for row in paying if not learns(row, shortfalls)]
         sentences.append(f"Fast, but not recommended: {', '.join(bad)}.")
     if slower:
         sentences.append(f"Slower than {plain['name']}: {_listed(slower)}.")
-    most = plain["step_ms"] / bound["step_ms"]
     without = "Without an exchange between replicas" if bound["name"] == SHARDS_ALONE else "Without any communication"
-    sentences.append(f"{without} it would be {most:.1f}x{'' if own else ' as fast'}.")
+    sentences.append(f"{without} it would be {_speedup(bound)}{'' if own else ' as fast'}.")
     return " ".join(sentences)
 
 
@@ -181,12 +181,17 @@ def _lacks(row: Row, shortfalls: Mapping[str, float | None]) -> float | None:
     return None if method is None else shortfalls.get(method)
 
 
-def _fast_but(row: Row, plain: Row, lacks: float | None) -> str:
+def _fast_but(row: Row, shortfalls: Mapping[str, float | None]) -> str:
     """Return a row's name, its speedup, and why it is not recommended."""
-    why = "not trained here" if lacks is None else "diverged"
-    if lacks is not None and math.isfinite(lacks):
+    lacks = _lacks(row, shortfalls)
+    if lacks is None:
+        trained = row.get("method", row["name"]) in shortfalls
+        why = "training gains nothing without compression either" if trained else "not trained here"
+    elif math.isfinite(lacks):
         why = f"lacks {100 * lacks:.0f} % of what training gains without compression"
-    return f"{row['name']} ({_speedup(row, plain)}; {why})"
+    else:
+        why = "diverged"
+    return f"{row['name']} ({_speedup(row)}; {why})"
 
 
 def _listed(names: list[str]) -> str:
@@ -198,12 +203,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= LONGEST_LIST else f"{', '.join(names[:3])} and {len(names) - 3} others"
 
 
-def _gain(row: Row, plain: Row) -> str:
-    return f"{row['name']} ({_speedup(row, plain)})"
+def _gain(row: Row) -> str:
+    return f"{row['name']} ({_speedup(row)})"
 
 
-def _speedup(row: Row, plain: Row) -> str:
-    return f"{plain['step_ms'] / row['step_ms']:.1f}x"
+def _speedup(row: Row) -> str:
+    return f"{row['speedup']:.1f}x"
 
 
 def _ms(row: Row) -> str:

@@ -79,7 +79,7 @@ class StepSettings:
         list(BASELINES),
         "Of ddp and horovod, what to compare with where it is installed; or none.",
         parse=baseline_names,
-        text="ddp,horovod",
+        show_default=",".join(BASELINES),
     )
     rounds: int = option(ROUNDS, "Blocks of steps of each row.", show_default="8, or 3 with --quick")
     ddp_hook: bool = option(False, "Measure the methods as DDP's hooks too.", "--ddp-hook")

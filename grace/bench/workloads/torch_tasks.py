@@ -322,4 +322,4 @@ class Trainer:
     def quality(self) -> float:
         """Return the task's quality of the parameters that all ranks share."""
         with self.optimizer.anchor():
-            return self.task.quality(self.model)
+            return float(self.task.quality(self.model))  # a 0-d tensor is no JSON

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from grace.strategy.execution import StrategyArg
 from grace.torch.parameters import broadcast_parameters
 
 INPUTS = ("replica", "global", "rank0")
+MANY_SHAPES, MOST_SHAPES = 16, 64
+"""Shapes of micro-batches after which a warning says that they are many, and for which stages are kept at most."""
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 Work = tuple[BuiltStage, list[list[object]], list[object]]
@@ -312,7 +315,9 @@ class Pipeline:
         assert self.plan is not None
         modes = modes_of(self.model)
         key = (modes, shape_key(flat))  # a last batch may have fewer rows, and autocast other dtypes
-        if key not in self._built:
+        if key in self._built:
+            self._built[key] = self._built.pop(key)  # the newest is the last
+        else:
             args, kwargs = pytree.tree_unflatten(list(flat), self._captured.in_spec)
             batch = CapturedBatch(self.model, args, kwargs, self.whole)
             nodes: Sequence[Sequence[str]] = self.nodes
@@ -320,7 +325,21 @@ class Pipeline:
                 holders = {**self.tensors.parameter_holders, **self.tensors.buffer_holders}
                 nodes = evaluation_stages(batch.atoms.graph(batch.rows), nodes, holders)
             self._built[key] = BuiltStage(batch, nodes, self.mesh, self.plan.recompute, not self.training)
+            self._limit_stages()
         return self._built[key]
+
+    def _limit_stages(self) -> None:
+        """Warn if stages were built for many shapes, which takes time for each, and drop those that were used least
+        lately."""
+        if len(self._built) == MANY_SHAPES and self.backend.rank == 0:
+            warnings.warn(
+                f"this pipeline was built anew for {MANY_SHAPES} shapes of batches, or numbers among the model's "
+                "arguments, and each takes seconds: pad batches to few lengths, and pass a number that changes as a "
+                "tensor",
+                stacklevel=6,
+            )
+        while len(self._built) > MOST_SHAPES:
+            del self._built[next(iter(self._built))]
 
     # -- training -----------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A user's own loop over a pipeline is that of one process."""
 
 import copy
+import warnings
 from unittest import mock
 
 import pytest
@@ -290,6 +291,25 @@ def test_a_smaller_last_batch_has_stages_of_its_own():
         loss_fn(model(args[0][:size]), target[:size]).backward()
         optimizer.step()
     assert close(engine.state_dict(), model.state_dict())
+
+
+@on_ranks()
+def test_batches_of_many_shapes_are_warned_of_and_old_stages_are_dropped():
+    """The weights, after batches of sizes of which all but two are dropped, are those of the plain model."""
+    engine, model = pipeline("Residual"), made("Residual")
+    optimizer = sgd(model.parameters())
+    args, _, target = batch("Residual")
+    limits = {"MANY_SHAPES": 2, "MOST_SHAPES": 2}
+    with mock.patch.multiple("grace.pipeline.torch.pipeline", **limits), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for size in (ROWS, 4, 2, ROWS, 2):
+            engine.step(args[0][:size], target[:size])
+            optimizer.zero_grad()
+            loss_fn(model(args[0][:size]), target[:size]).backward()
+            optimizer.step()
+            assert len(engine._built) <= 2
+    assert close(engine.state_dict(), model.state_dict())
+    assert sum("pad batches to few lengths" in str(one.message) for one in said) == (grace.rank() == 0)
 
 
 @on_ranks()

@@ -5,6 +5,8 @@ import re
 
 from tests.test_floors import FILES, ROOT
 
+SCRIPTS = sorted([*ROOT.glob("tools/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
+
 RIDDLE = re.compile(
     r"(What|Whether|Those|The same|As|Of|It|Its|That|Which|Who|Where|How|All of|Likewise|See|One of|Nothing|By|In|"
     r"From) "
@@ -14,7 +16,7 @@ RIDDLE = re.compile(
 
 def test_no_docstring_of_a_function_is_a_riddle():
     riddles = []
-    for file in FILES:
+    for file in [*FILES, *SCRIPTS]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = ast.get_docstring(node) or ""

@@ -248,7 +248,8 @@ def run(command: list[str], what: str, env: dict[str, str] | None = None, limit:
 
 
 def excerpt(begin: int) -> str:
-    """What the log holds from here on: its last lines, or its first error and what follows, if that is further up."""
+    """Return the last lines of the log from a byte on; or its first error and the lines behind it, if
+    that is further up."""
     lines = LOG.read_bytes()[begin:].decode(errors="replace").splitlines()
     error = re.compile(r": (fatal )?error: |CMake Error|No space left|Killed")
     first = next((number for number, line in enumerate(lines[:-20]) if error.search(line)), None)

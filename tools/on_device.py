@@ -23,12 +23,12 @@ FEW_BITS = ["block(bits=4)", "block(bits=2)"]
 PATIENCE = 20.0
 """Times as long as on a GPU the parts may take in the interpreter."""
 EVERY = 60
-"""Of the tests every so many'th is run in the interpreter."""
+"""Number of tests of which the interpreter runs one."""
 NEEDED = ("torch", "triton", "numpy", "numba", "pytest", "rich")
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command line takes."""
+    """Return the parser of the command line."""
     looks = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="on_device.py", description=__doc__, formatter_class=looks)
     parts = "\n".join(f"  {part.name:<10} {part.about}; {part.seconds:.0f} s" for part in PARTS)

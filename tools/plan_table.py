@@ -18,7 +18,7 @@ from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.network import Links
 
 MEMORY = 16e9
-"""Bytes of the V100 on which PipeDream's profiles were taken."""
+"""Memory in bytes of the V100 on which PipeDream's profiles were taken."""
 LATENCY = 20e-6
 """Seconds of a message."""
 

@@ -68,7 +68,7 @@ def _row(key: str, field: dict[str, Any], required: Any) -> str:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """What a value may be, in words."""
+    """Return the description of the values that a field may have."""
     if "$ref" in field:
         return _named(field)
     for key in ("anyOf", "oneOf"):

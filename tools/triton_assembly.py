@@ -51,7 +51,7 @@ N = 1 << 24
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of one launch.
+    """Assembly that a compiler made of one launch, and its figures.
 
     Attributes:
         kernel, target: whose, for what.
@@ -156,7 +156,8 @@ BUCKETS: dict[str, tuple[str, list[tuple[Any, str]], dict[str, Any]]] = {
 
 
 def bucket_launches(name: str) -> list[Launch]:
-    """What encoding with a residual launches, decoding what two ranks sent, and finishing residuals."""
+    """Return the launches of a codec that encodes with a residual, decodes two ranks' payloads, and finishes
+    residuals."""
     codec, payload, options = BUCKETS[name]
     found = [Placed(0, size if isinstance(size, tuple) else (size,), dtype) for size, dtype in payload]
     made = CODECS[codec]([N, N], [found, found], **options, device=torch.device("meta"))
@@ -179,7 +180,7 @@ def bucket_launches(name: str) -> list[Launch]:
 
 
 def launches() -> dict[str, list[Launch]]:
-    """What each of them launches."""
+    """Return the launches of each call, by its name."""
     found, kernels = {}, TritonKernels()
     for name, call in calls().items():
         with recorded() as found[name]:

@@ -1,1 +1,1 @@
-"""What ``tools/on_device.py`` runs on a GPU, part by part."""
+"""Parts that ``tools/on_device.py`` runs on a GPU."""

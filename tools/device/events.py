@@ -1,4 +1,4 @@
-"""What a part tells while it runs: a line of JSON when an item begins, and one when it ended, so that what is finished
+"""Events of a part while it runs: a line of JSON when an item begins, and one when it ended, so that what is finished
 is known whatever becomes of the process."""
 
 import contextlib
@@ -36,7 +36,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """What one process of a part has to do, and what it tells of it.
+    """Log of the events of one process of a part, and the items that the process has to do.
 
     Args:
         file: of its events; items that it names are not begun again.

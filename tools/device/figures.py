@@ -1,4 +1,4 @@
-"""What kernels take, of methods one by one: a row for each, in the units of ``grace bench kernels --device cuda``."""
+"""Times of kernels, method by method: a row for each, in the units of ``grace bench kernels --device cuda``."""
 
 import contextlib
 import functools

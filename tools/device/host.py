@@ -65,7 +65,7 @@ def elapsed_ms(step: Callable[[], Any]) -> float:
 
 
 def watched(step: Callable[[], Any]) -> dict[str, float]:
-    """How often a step calls each of those functions, and the milliseconds in them."""
+    """Return how often a step calls each watched function, and the milliseconds in it."""
     spent, calls = Counter[str](), Counter[str]()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ def clock() -> Any:
 
 
 def broken() -> bool:
-    """Whether the GPU takes nothing more from this process, as after an illegal address."""
+    """Return True if the GPU takes nothing more from this process, as after an illegal address."""
     if INTERPRETED:
         return False
     import torch

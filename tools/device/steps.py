@@ -81,7 +81,7 @@ def pretending(method: str) -> Stepper:
 
 
 def counted(step: Callable[[], Any]) -> dict[str, float]:
-    """How often the host waits and reads in a step."""
+    """Return how often the host waits and reads in a step."""
     if place.INTERPRETED:
         step()
         return {"waits_per_step": 0.0, "reads_per_step": 0.0}
@@ -89,7 +89,7 @@ def counted(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def watched(step: Callable[[], Any]) -> str:
-    """Where torch says that the host waits in some steps; nothing if it does not."""
+    """Return torch's traceback of a wait of the host in some steps; empty if there is none."""
     if not place.INTERPRETED:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -7,7 +7,7 @@ from typing import Any
 from grace.bench.common.text import digits, of_bytes
 
 COPY = 0.75
-"""Of a copy's bandwidth, that every codec of whole buckets is to reach at the first size."""
+"""Share of a copy's bandwidth that every codec of whole buckets is to reach at the first size."""
 SHOWN = 12
 """Lines of a traceback."""
 PARTS = ("encode", "memory", "decode", "exchange")
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def page(report: Row) -> str:
-    """All of it in Markdown."""
+    """Return the whole report in Markdown."""
     found = {part["name"]: part for part in report["parts"]}
     lines = [f"## On a GPU: {card(found)}", "", f"    {report['command']}", ""]
     lines += [f"{report['when']}, {report['seconds']:.0f} s, {ENDED[report['ended']]}.", ""]
@@ -57,22 +57,22 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def done(part: Row) -> list[Row]:
-    """The items that told something to the end."""
+    """Return the items that ended well."""
     return [item for item in part["items"] if item["state"] == "done"]
 
 
 def told(part: Row) -> list[Row]:
-    """Those, and what others have measured before they failed."""
+    """Return the items that ended well, and those that have measured something before they failed."""
     return [item for item in part["items"] if item["state"] == "done" or item.get("rows")]
 
 
 def failed(part: Row) -> list[Row]:
-    """The items that did not end, or not well."""
+    """Return the items that failed, or did not end."""
     return [item for item in part["items"] if item["state"] == "failed"]
 
 
 def counted(part: Row) -> str:
-    """How its items ended.
+    """Return the numbers of a part's items that ended well, failed and were skipped.
 
     >>> counted({"items": [{"state": "done"}, {"state": "failed"}], "planned": 3})
     '1 of 3 done, 1 failed'
@@ -86,14 +86,14 @@ FACTS = ("gpu_driver", "gpu_runtime", "nccl", "torch", "triton", "python")
 
 
 def card(found: dict[str, Row]) -> str:
-    """What was measured, and what matters of its versions."""
+    """Return the name of the GPU and the versions that matter."""
     facts = next(iter(found.get("versions", {}).get("items", [])), {})
     known = [f"{name} {facts[name]}" for name in FACTS if name in facts]
     return ", ".join([facts.get("gpu", "Triton's interpreter" if known else "not known yet"), *known])
 
 
 def goals(report: Row) -> dict[str, tuple[str, str]]:
-    """By goal: met, missed or not known, and what says so."""
+    """Return for each goal "met", "missed" or "not known", and the reason."""
     found = {part["name"]: part for part in report["parts"]}
 
     def judged(name: str, missed: Callable[[Row], str], look: Callable[[Row], bool] = bool) -> tuple[str, str]:
@@ -119,25 +119,25 @@ def goals(report: Row) -> dict[str, tuple[str, str]]:
 
 
 def slow(row: Row) -> str:
-    """Which parts of a method are below the goal."""
+    """Return the parts of a method that are below the goal, with their shares."""
     found = {part: row.get(f"{part}_fraction", COPY) for part in PARTS}
     return ", ".join(f"{part} {share:.0%}" for part, share in found.items() if share < COPY)
 
 
 def waiting(row: Row) -> str:
-    """How often the host waits, if that is more than once: what ranks say of themselves is read before weights are
-    updated, of all buckets at once."""
+    """Return how often the host waits in a step, if that is more than once. Once is right: the headers of all buckets
+    are read together, before weights are updated."""
     waits = max(row["waits_per_step"], row["reads_per_step"]) > 1
     return last(row["said"]) or (f"{row['waits_per_step']:g} waits, {row['reads_per_step']:g} reads" if waits else "")
 
 
 def unlike(row: Row) -> str:
-    """What is wrong with a captured step."""
+    """Return the fault of a captured step; empty if it is right."""
     return "" if row["equal"] and row["moved"] else "other numbers" if row["moved"] else "nothing was trained"
 
 
 def last(said: str) -> str:
-    """The last line of a traceback."""
+    """Return the last line of a traceback."""
     return said.strip().splitlines()[-1] if said.strip() else ""
 
 
@@ -152,7 +152,7 @@ def percent(value: float | None) -> str:
 
 
 def bandwidths(rows: list[Row]) -> list[str]:
-    """Of what a copy moves in the same run: encoding, with residuals, decoding, at each size."""
+    """Return a table of shares of a copy's bandwidth in the same run: encoding, with residuals, decoding."""
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     by = {(row["method"], row["size"]): row for row in rows}
     head = ["method", "bits", "way", *(f"{size:,}: {', '.join(PARTS)}; ms" for size in sizes)]
@@ -176,13 +176,13 @@ def bandwidths(rows: list[Row]) -> list[str]:
 
 
 def products(row: Row) -> list[str]:
-    """PowerSGD's whole exchange beside torch's three products alone."""
+    """Return the cells of PowerSGD's whole exchange beside torch's three products alone."""
     bmm = ", ".join(digits(row[f"{name}_ms"]) for name in ("m_q", "mt_p", "p_qt"))
     return [digits(row["exchange_ms"]), percent(row["exchange_fraction"]), bmm, digits(row["to_bmm"])]
 
 
 def hosted(row: Row) -> list[str]:
-    """Of a step of one rank: calls and milliseconds, and the functions that the host was found in."""
+    """Return the cells of one rank's step: calls and milliseconds, and the functions that took the host's time."""
     calls = [
         f"{digits(row[f'{name}_calls'])}: {digits(row[f'{name}_ms'])}" for name in ("launch", "to_device", "to_host")
     ]
@@ -191,12 +191,13 @@ def hosted(row: Row) -> list[str]:
 
 
 def simple(head: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> Callable[[list[Row]], list[str]]:
-    """A table of a line for each item."""
+    """Return a function that makes a table with a line for each item."""
     return lambda rows: table(head, [[row["item"], *cells(row)] for row in rows])
 
 
 def steps(rows: list[Row]) -> list[str]:
-    """Whole steps: a line for each method and model; the peak is of a rank that has a model for each method."""
+    """Return a table of whole steps: a line for each method and model. Peaks are of a rank that has a model for each
+    method."""
     times = ("step_ms", "codec_ms", "exposed_ms")
     lines = []
     for row in rows:

@@ -492,7 +492,8 @@ class Session:
         for shard, name, p, dense in self.bucket_contents[bucket.index]:
             gradient = p.grad
             plain = dense and gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad
-            if plain and gradient.is_contiguous() and not gradient.is_neg():  # type: ignore[union-attr]  # no copy
+            # The usual case needs no copy. The memory of a lazily negated gradient holds other numbers.
+            if plain and gradient.is_contiguous() and not gradient.is_neg():  # type: ignore[union-attr]
                 gradients.append(gradient)
             else:
                 sparse = shard.variable.sparse

@@ -209,8 +209,9 @@ def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, object]) -> dic
     axes: dict[str, int | None] = {}
     for name, value in value_of.items():
         axis = _doubled_axis(value, double_value_of.get(name))
-        # of several elements for each row it is not known which ones are a row's
-        axes[name] = axis if axis is not None and value.shape[axis] == micro_batch.rows else None  # type: ignore
+        # Of several elements for each row it is not known which ones are a row's.
+        one_each = isinstance(value, torch.Tensor) and axis is not None and value.shape[axis] == micro_batch.rows
+        axes[name] = axis if one_each else None
     return axes
 
 

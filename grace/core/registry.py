@@ -33,6 +33,8 @@ MORE = {"builder": ("planner.builders",)}
 """Further packages of a kind."""
 SHARING = {"compressor", "memory", "communicator"}
 """Kinds that may be defined in each other's modules."""
+ARGUMENTS = {"builder": "strategy", **dict.fromkeys(("compressor", "memory", "communicator", "outer"))}
+"""Argument of optimizers that takes a kind; None if it has the kind's name. No argument takes rules."""
 _registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
 
 
@@ -169,8 +171,18 @@ def _class(kind: str, name: str) -> type[Component]:
         raise ConfigError(str(why)) from why.__cause__
     if name not in components:
         names = sorted([*components, *_discover(kind)[1]])
-        raise ConfigError(f"unknown {noun(kind)} {name!r}{hint(name, names)}; known: {', '.join(names)}")
+        said = _other_kind(kind, name) or hint(name, names)
+        raise ConfigError(f"unknown {noun(kind)} {name!r}{said}; known: {', '.join(names)}")
     return components[name]
+
+
+def _other_kind(kind: str, name: str) -> str:
+    """Return a note on a name that is of another kind, with the argument that takes it; empty if it is of none."""
+    for other, argument in ARGUMENTS.items():
+        if other != kind and name in known(other):
+            article = "an" if other == "outer" else "a"
+            return f" (it is {article} {noun(other)}: {argument or other}={name!r})"
+    return ""
 
 
 def checked(kind: str, name: str, parameters: dict[str, object]) -> dict[str, object]:

@@ -113,6 +113,8 @@ def test_a_malformed_spec_is_refused_with_a_right_one(spec, message):
         ("memory", "residuals", "did you mean 'residual'"),
         ("communicator", "alreduce", "did you mean 'allreduce'"),
         ("compressor", "zzz", "unknown compressor 'zzz'; known: "),
+        ("compressor", "auto", r"unknown compressor 'auto' \(it is a builder: strategy='auto'\); known: adaptive"),
+        ("builder", "nesterov", r"unknown builder 'nesterov' \(it is an outer optimizer: outer='nesterov'\)"),
         ("compressor", "topk(ration=0.1)", r"topk has no parameter 'ration'; it has: ratio=0.01"),
         ("compressor", "signsgd(ratio=0.1)", "signsgd has no parameter 'ratio'; it has: none"),
         ("compressor", {"name": "qsgd", 7: 1}, "no parameter 7; it has: levels=127, bucket_size=512, norm='max'"),

@@ -42,11 +42,13 @@ class PlannedRun(HostRun):
 
     def _copies(self, gradients: Sequence[Gradient]) -> dict[str, Tensor]:
         """Return copies of the dense gradients that this rank has, by name: the planner measures methods on them."""
-        with self.session.medium.computing():
-            inside = {name: self.session.inside(gradients[i]) for name, i in self.index_of.items() if self.present[i]}
+        with self.session.representation.computing():
+            inside = {
+                name: self.session.from_tensors(gradients[i]) for name, i in self.index_of.items() if self.present[i]
+            }
             return {name: x + 0 for name, x in inside.items() if not isinstance(x, SparseRows)}
 
-    def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
+    def add_to_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Return the results of an operation that runs the step when the graph runs."""
         variables, traced, delayed_ids = self.runner.variables, self.runner, self.session.delayed_ids
         like = list(gradients)
@@ -57,7 +59,7 @@ class PlannedRun(HostRun):
             # The graph has these around the step.
             if session.runner.outer_rounds or traced.outer_rounds or session.delayed_ids != delayed_ids:
                 session.check_current(traced)
-            session.start_equal()
+            session.broadcast_initial()
             run = PlannedRun(session, session.runner, self.present)
             pairs = run.run(tf.nest.pack_sequence_as(like, tensors[:-1]), tensors[-1])
             return concatenated(flattened(v, value) for v, (value, _) in zip(variables, pairs, strict=True))

@@ -53,12 +53,14 @@ class StepRun:
         shards = [self.runner.shards[variable.name] for variable in bucket.variables]
         return [cut(shard, gradients[self.index_of[shard.whole.name]]) for shard in shards]
 
-    def begin(self, bucket: Bucket, shards: Sequence[Gradient], rate: tf.Tensor) -> AnyRoundTrip:
+    def start_round_trip(self, bucket: Bucket, shards: Sequence[Gradient], rate: tf.Tensor) -> AnyRoundTrip:
         """Start the exchange of a bucket, with eager tensors."""
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
-        return self.session.start(bucket, shards, [self.present[self.index_of[name]] for name in wholes], rate)
+        return self.session.start_round_trip(
+            bucket, shards, [self.present[self.index_of[name]] for name in wholes], rate
+        )
 
-    def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Gradient]) -> list[Pair]:
+    def join_shards(self, pairs: dict[str, Pair], gradients: Sequence[Gradient]) -> list[Pair]:
         """Return the mean of each variable, joined from the means of its shards.
 
         Args:
@@ -81,28 +83,30 @@ class StepRun:
 
     def outs(self, bucket: Bucket) -> "list[np.ndarray | None]":
         """Return the arrays that the aggregates of a bucket are written to."""
-        return self.session.medium.outs(bucket)
+        return self.session.representation.outs(bucket)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Return the context of an exchange's computations; an error drops all that this step has begun."""
         self.session.check_current(self.runner)
         try:
-            with self.session.medium.computing():
+            with self.session.representation.computing():
                 yield
         except BaseException:
             waits.pop(id(self), None)
             self.runner.abandon()
             raise
 
-    def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
+    def flat_tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
         """Return the tensors that a Python function returns to the graph; see :func:`dtypes_of`."""
-        return concatenated(flattened(o.variable, None if o.value is None else self.outside(o.value)) for o in outcomes)
+        return concatenated(
+            flattened(o.variable, None if o.value is None else self.to_tensors(o.value)) for o in outcomes
+        )
 
-    def outside(self, value: Tensor | SparseRows) -> Gradient:
+    def to_tensors(self, value: Tensor | SparseRows) -> Gradient:
         """Convert a result of the exchange to tensors."""
-        outside = self.session.medium.outside
-        return SparseRows(*map(outside, value)) if isinstance(value, SparseRows) else outside(value)
+        to_tensor = self.session.representation.to_tensor
+        return SparseRows(*map(to_tensor, value)) if isinstance(value, SparseRows) else to_tensor(value)
 
 
 class HostRun(StepRun):
@@ -112,14 +116,14 @@ class HostRun(StepRun):
         """Exchange at once, eagerly, and return the means; a value is None where no rank had a gradient."""
         with self.computing():
             for bucket in self.runner.buckets:
-                self.begin(bucket, self.bucket_gradients(bucket, gradients), rate)
+                self.start_round_trip(bucket, self.bucket_gradients(bucket, gradients), rate)
             outcomes = self.runner.finish_step(self.outs)
         pairs: dict[str, Pair] = {
-            o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
+            o.variable.name: (None, False) if o.value is None else (self.to_tensors(o.value), True) for o in outcomes
         }
-        return self.wholes(pairs, gradients)
+        return self.join_shards(pairs, gradients)
 
-    def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
+    def add_to_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Add the operations to a graph that exchange when it runs, and return the means."""
         token: list[tf.Tensor] = []  # keeps the order in which buckets start, which is the same on all ranks
         for bucket in self.runner.buckets:
@@ -128,9 +132,9 @@ class HostRun(StepRun):
             def start(
                 *tensors: tf.Tensor, bucket: Bucket = bucket, shard_gradients: list[Gradient] = shard_gradients
             ) -> int:
-                self.session.start_equal()
+                self.session.broadcast_initial()
                 with self.computing():
-                    self.begin(bucket, tf.nest.pack_sequence_as(shard_gradients, tensors[:-1]), tensors[-1])
+                    self.start_round_trip(bucket, tf.nest.pack_sequence_as(shard_gradients, tensors[:-1]), tensors[-1])
                 return 0
 
             with tf.control_dependencies(token):
@@ -140,12 +144,12 @@ class HostRun(StepRun):
             with self.computing():
                 outcomes = self.runner.finish_step(self.outs)
                 outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
-                return [*self.tensors(outcomes), tf.constant(True)]
+                return [*self.flat_tensors(outcomes), tf.constant(True)]
 
         variables = [shard.variable for shard in self.shards]
         with tf.control_dependencies(token):
             flat = tf.py_function(finish_step, [], [*dtypes_of(variables), tf.bool])
-        return self.wholes(packed(variables, flat[:-1]), gradients)
+        return self.join_shards(packed(variables, flat[:-1]), gradients)
 
 
 class GraphRun(StepRun):
@@ -170,7 +174,7 @@ class GraphRun(StepRun):
         self.single_group = False
         """True if there is one group of buckets, whose end is the end of the step."""
 
-    def in_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
+    def add_to_graph(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Add the operations to a graph that exchange when it runs, and return the means."""
         if all_sums(self.runner):
             self.single_group = True
@@ -182,7 +186,7 @@ class GraphRun(StepRun):
                 pairs.update(self._add_group(buckets, gradients, rate))
             ends = [found for _, found in pairs.values()]
             done = ends[0] if self.single_group else tf.py_function(self._end_step, ends, tf.int32)
-        wholes = self.wholes(pairs, gradients)
+        wholes = self.join_shards(pairs, gradients)
         with tf.control_dependencies([done]):  # the next step must find this one ended
             values = tf.nest.map_structure(tf.identity, [value for value, _ in wholes])
         return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
@@ -203,8 +207,8 @@ class GraphRun(StepRun):
             (stamps,) = self._start(sums.stamp_bucket, sums.empty, rate)
             return stamps
 
-        # One of the first gradients: when it is computed, the forward pass has read all variables, which start_equal
-        # may then overwrite.
+        # One of the first gradients: when it is computed, the forward pass has read all variables, which
+        # broadcast_initial may then overwrite.
         with tf.control_dependencies([shard_gradients[0][-1]]):
             stamps = tf.py_function(start, [rate], tf.float32)
         received, pairs = sums.run(shard_gradients, present, stamps)
@@ -267,9 +271,9 @@ class GraphRun(StepRun):
             if self.runner.under_way(bucket):  # the step before failed before it ended
                 self.runner.abandon()
                 self.outcomes = []
-            self.session.start_equal()
+            self.session.broadcast_initial()
             with self.computing(), self.engine.recording() as operations:
-                self.running[bucket.index] = self.begin(bucket, gradients, rate)
+                self.running[bucket.index] = self.start_round_trip(bucket, gradients, rate)
             waits.setdefault(
                 id(self), Wait(self.running[bucket.index].describe_wait, self.engine.timeout, self.engine.give_up)
             )
@@ -319,16 +323,16 @@ class GraphRun(StepRun):
                 self.outcomes += group_outcomes
                 if self.single_group:
                     self._commit()
-                return self.tensors(group_outcomes)
+                return self.flat_tensors(group_outcomes)
 
         return finish_buckets
 
     def _receive(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> None:
         for operation, tensor in zip(self.operations[bucket.index], received, strict=True):
-            operation.received = self.session.medium.inside(tensor)
+            operation.received = self.session.representation.from_tensor(tensor)
 
     def _wires(self, operations: Sequence[Operation]) -> list[tf.Tensor]:
-        return [self.session.medium.outside(operation.tensor) for operation in operations]
+        return [self.session.representation.to_tensor(operation.tensor) for operation in operations]
 
     def _end_step(self, *flags: tf.Tensor) -> int:
         """End the step, after the last of several groups. The graph passes the groups' flags to order the calls."""
@@ -353,7 +357,7 @@ class GraphRun(StepRun):
         bucket.compares = True  # digests are compared at every step: a graph has the same operations each time
         program = self._program_of(bucket)
         operations_of_legs: list[list[Operation]] = []
-        like = values_of(self.session.inside(zeros(bucket.variables[0])))
+        like = values_of(self.session.from_tensors(zeros(bucket.variables[0])))
         for leg, dtype, length in program.buffers():
             buffer = program.kernels.zeros((length,), dtype, like)
             with self.engine.recording() as operations:
@@ -365,7 +369,7 @@ class GraphRun(StepRun):
     def _program_of(self, bucket: Bucket) -> BucketProgram:
         """Return a bucket's program with known layouts; methods that do not declare sizes encode zeros once, to find
         them."""
-        gradients = [self.session.inside(zeros(variable)) for variable in bucket.variables]
+        gradients = [self.session.from_tensors(zeros(variable)) for variable in bucket.variables]
         program = BucketProgram(bucket, values_of(gradients[0]))
         if not program.codec.layouts:
             with self.computing(), recorder.paused():

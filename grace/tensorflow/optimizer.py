@@ -31,7 +31,7 @@ from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import all_finite, patch_check_finite
-from grace.tensorflow.optimizer_state import FILE, Remembered, register_as, variables_to_broadcast, without_loss_scale
+from grace.tensorflow.optimizer_state import FILE, GraceState, register_as, variables_to_broadcast, without_loss_scale
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import (
     check_momentum,
@@ -99,10 +99,11 @@ class DistributedMixin(Once):
 
     _grace: StepSession
     _step: _Step
-    _reached: bool
+    _exchanged: bool
+    """True if the call under way has exchanged its gradients, or accumulates them for a later step."""
     _accumulated: set[int]
     """Ids of variables that this rank has accumulated a gradient of since the last exchange; in graphs, ever."""
-    grace_state: Remembered
+    grace_state: GraceState
     built: bool
     learning_rate: "tf.Tensor | keras.Variable"
     iterations: "tf.Tensor | keras.Variable"
@@ -117,9 +118,9 @@ class DistributedMixin(Once):
 
     def _call_checked(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that applies gradients, and raise ConfigError if they were not exchanged on the way."""
-        self._reached = False
+        self._exchanged = False
         result = function(*args)
-        if not self._reached:
+        if not self._exchanged:
             raise not_exchanged(self, name)
         return result
 
@@ -145,7 +146,7 @@ class DistributedMixin(Once):
         alone = self._grace.backend.size == 1 and all(gradient is None for gradient in grads)
         if not usable or not grads or alone:
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
-            self._reached = not grads
+            self._exchanged = not grads
             return
         if len(set(given)) < len(given):
             raise given_twice(self, next(v for v, key in zip(wanted, given, strict=True) if given.count(key) > 1))
@@ -179,7 +180,7 @@ class DistributedMixin(Once):
             for i, value in zip(overwritten, largest, strict=True):
                 own[i] = tf.where(value == self._missing_gradient(vars[i]), vars[i].value, value)
         grads, vars = super()._overwrite_variables_directly_with_gradients(own, vars)  # type: ignore[misc]
-        self._reached = self._reached or not grads
+        self._exchanged = self._exchanged or not grads
         # Keras applies constraints to the variables that it gets from here. Those of absent variables are applied in
         # update_step, if another rank has a gradient.
         absent = self._step.absent.keys()
@@ -193,7 +194,7 @@ class DistributedMixin(Once):
         return [g for g, _ in rest], [v for _, v in rest]
 
     def _backend_increment_gradient_accumulators(self, *args: Any) -> None:
-        self._reached = True  # gradients are accumulated, and exchanged in a later step
+        self._exchanged = True  # gradients are accumulated, and exchanged in a later step
         self._accumulated.update(self._step.given - self._step.absent.keys())
         super()._backend_increment_gradient_accumulators(*args)  # type: ignore[misc]
 
@@ -220,14 +221,14 @@ class DistributedMixin(Once):
         return absent - (self._accumulated & self._step.given)
 
     def _clip_gradients(self, grads: list[TapeGradient]) -> list[TapeGradient]:
-        self._reached = True
+        self._exchanged = True
         step = self._step
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
         # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
         absent = self._absent_of_all()
         gradients = [None if _key(v) in absent else gradient_of.get(_key(v)) for v in variables]
-        exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
+        exchanged = self._grace.exchange(gradients, variables, self.learning_rate, value_of(self.iterations))
         self._grace.take_anchors()
         if self._grace.delayed_ids - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
@@ -292,7 +293,7 @@ class DistributedMixin(Once):
         """
         self._grace.close()
         del self.grace_state
-        for name in ("_grace", "_step", "_reached", "_accumulated"):
+        for name in ("_grace", "_step", "_exchanged", "_accumulated"):
             object.__delattr__(self, name)
         self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
@@ -544,9 +545,9 @@ def DistributedOptimizer(
     )
     inner.__class__ = _distributed_class(cls)
     register_as(inner.__class__, cls)
-    for name, value in (("_grace", session), ("_step", _Step()), ("_reached", False), ("_accumulated", set())):
+    for name, value in (("_grace", session), ("_step", _Step()), ("_exchanged", False), ("_accumulated", set())):
         object.__setattr__(inner, name, value)  # Keras's __setattr__ would track and copy what is in them
-    inner.grace_state = Remembered(session)
+    inner.grace_state = GraceState(session)
     weakref.finalize(inner, session.close).atexit = False
     patch_check_finite()
     return optimizer

@@ -75,7 +75,7 @@ def decode(raw: bytes) -> Any:
     return found
 
 
-class Remembered(tf.train.experimental.PythonState):
+class GraceState(tf.train.experimental.PythonState):
     """State of a session, as ``tf.train.Checkpoint`` finds it at the optimizer, and ``model.save`` through it.
 
     It lies beside the optimizer's own variables, so a program without Grace loads the same file.
@@ -201,7 +201,7 @@ def distributed_in(optimizer: keras.optimizers.Optimizer) -> "list[keras.optimiz
             waiting.extend(value)
         elif isinstance(value, keras.optimizers.Optimizer) and id(value) not in seen:
             seen.add(id(value))
-            if isinstance(getattr(value, "grace_state", None), Remembered):
+            if isinstance(getattr(value, "grace_state", None), GraceState):
                 found.append(value)
             else:
                 waiting.extend(vars(value).values())
@@ -213,4 +213,4 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> "keras.optimizers.Opti
     there is none.
     """
     inner = without_loss_scale(optimizer)
-    return inner if isinstance(getattr(inner, "grace_state", None), Remembered) else None
+    return inner if isinstance(getattr(inner, "grace_state", None), GraceState) else None

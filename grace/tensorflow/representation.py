@@ -24,17 +24,17 @@ from grace.session.step_runner import StepRunner
 
 
 class Tensors:
-    """Medium of an exchange that computes with tensors."""
+    """Representation of an exchange that computes with tensors."""
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Return the context that the exchange runs in."""
         return contextlib.nullcontext()
 
-    def inside(self, value: "tf.Tensor | np.ndarray") -> "tf.Tensor | np.ndarray":
+    def from_tensor(self, value: "tf.Tensor | np.ndarray") -> "tf.Tensor | np.ndarray":
         """Convert a tensor, or a saved array, to the tensor that the exchange computes with."""
         return tf.constant(value) if isinstance(value, np.ndarray) else value
 
-    def outside(self, value: "tf.Tensor | np.ndarray") -> tf.Tensor:
+    def to_tensor(self, value: "tf.Tensor | np.ndarray") -> tf.Tensor:
         """Return the tensor of a result of the exchange."""
         return value
 
@@ -44,7 +44,7 @@ class Tensors:
 
 
 class Arrays(Tensors):
-    """Medium of an exchange that computes with NumPy arrays, by the compiled kernels.
+    """Representation of an exchange that computes with NumPy arrays, by the compiled kernels.
 
     Memory that aggregates were written to is used again once their tensors are gone: to touch new memory costs more
     than to compute.
@@ -58,12 +58,12 @@ class Arrays(Tensors):
         with arrays_by(host_kernels()), np.errstate(all="ignore"):
             yield
 
-    def inside(self, value: "tf.Tensor | np.ndarray") -> np.ndarray:
+    def from_tensor(self, value: "tf.Tensor | np.ndarray") -> np.ndarray:
         if isinstance(value, np.ndarray):  # tested first: tf.is_tensor takes long to deny an array
             return value
         return as_array(value) if tf.is_tensor(value) else value
 
-    def outside(self, value: "tf.Tensor | np.ndarray") -> tf.Tensor:
+    def to_tensor(self, value: "tf.Tensor | np.ndarray") -> tf.Tensor:
         return as_tensor(value)
 
     def outs(self, bucket: Bucket) -> list[np.ndarray | None]:
@@ -87,23 +87,27 @@ class _Loan:
         self.array, self.__array_interface__ = array, array.__array_interface__
 
 
-def inside(medium: Tensors, value: Any) -> Any:
+def from_tensors(representation: Tensors, value: Any) -> Any:
     """Convert a gradient, or the tensors in nested dicts and lists of a saved state, to those that an exchange computes
     with."""
     if isinstance(value, dict):
-        return {key: inside(medium, item) for key, item in value.items()}
+        return {key: from_tensors(representation, item) for key, item in value.items()}
     if isinstance(value, SparseRows):
-        return SparseRows(*map(medium.inside, value))
-    return [inside(medium, item) for item in value] if isinstance(value, list) else medium.inside(value)
+        return SparseRows(*map(representation.from_tensor, value))
+    return (
+        [from_tensors(representation, item) for item in value]
+        if isinstance(value, list)
+        else representation.from_tensor(value)
+    )
 
 
-def medium_of(runner: StepRunner) -> Tensors:
-    """Return the medium that a runner computes with."""
-    return medium_for([*runner.communicators, *(part for _, part in runner.components)])
+def representation_of(runner: StepRunner) -> Tensors:
+    """Return the representation that a runner computes with."""
+    return representation_for([*runner.communicators, *(part for _, part in runner.components)])
 
 
-def medium_for(components: Iterable[Component]) -> Tensors:
-    """Return the medium for components: arrays where all are Grace's own, on CPUs, with Numba; else tensors."""
+def representation_for(components: Iterable[Component]) -> Tensors:
+    """Return the representation for components: arrays where all are Grace's own, on CPUs, with Numba; else tensors."""
     ours = all(_is_ours(component) for component in components)
     return Arrays() if ours and not missing() and not tf.config.list_logical_devices("GPU") else Tensors()
 

@@ -36,7 +36,7 @@ from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.reductions import assign_means, largest, summed
-from grace.tensorflow.representation import Tensors, inside, medium_of
+from grace.tensorflow.representation import Tensors, from_tensors, representation_of
 from grace.tensorflow.sharding import Gradient, Mean, cut, put
 from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
 
@@ -110,7 +110,8 @@ class Session:
         self.needs_lr = False
         self.loss_scaled = False
         """True if the optimizer is in a LossScaleOptimizer, which skips steps that overflow."""
-        self.medium = Tensors()
+        self.representation = Tensors()
+        """Tensors, or NumPy arrays of their memory, that the exchange computes with."""
 
     @functools.cached_property
     def label(self) -> str:
@@ -135,9 +136,9 @@ class Session:
         """Continue with this runner, made from this plan. Called between two steps."""
         self.runner = runner
         self.plan = plan
-        self.medium = medium_of(runner)
+        self.representation = representation_of(runner)
         self._function = None  # traced for the former runner
-        runner.callbacks.computing = self.medium.computing
+        runner.callbacks.computing = self.representation.computing
         self.needs_lr = any(communicator.memory.needs_lr for communicator in runner.communicators)
         self.delayed_ids = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
         for bucket in runner.buckets:  # Horovod's errors name operations: put a variable's name into theirs
@@ -156,11 +157,11 @@ class Session:
     def _read(self, shard: Shard) -> Tensor:
         """Return the values of a shard, for outer rounds."""
         with tf.init_scope():  # a state may be loaded while a graph is traced
-            return self.inside(cut(shard, tf.convert_to_tensor(self.variable(shard.whole.name))))
+            return self.from_tensors(cut(shard, tf.convert_to_tensor(self.variable(shard.whole.name))))
 
     def _write(self, shard: Shard, value: Tensor) -> None:
         with tf.init_scope():
-            put(shard, self.variable(shard.whole.name), self.medium.outside(value))
+            put(shard, self.variable(shard.whole.name), self.representation.to_tensor(value))
 
     def _clear_optimizer(self, shard: Shard) -> None:
         """Clear the optimizer's slots that are not finite, as those of a shard whose variable was not: a moment that is
@@ -174,17 +175,17 @@ class Session:
         former, auto = self.runner, self.auto
         assert former is not None
         if auto is None:
-            checkpoint.load(former, lambda: saved, memory, self.inside)
+            checkpoint.load(former, lambda: saved, memory, self.from_tensors)
             return
         checkpoint.compare(former.backend, saved, memory)
         resumed = auto.resumed_from(saved)
         memory = "keep" if auto.is_elsewhere(resumed) and memory == "strict" else memory
         if resumed is None:  # the memories that fit go into the run's own plan
-            checkpoint.load(former, lambda: saved, memory, self.inside)
+            checkpoint.load(former, lambda: saved, memory, self.from_tensors)
             return
         runner = build_replacement(former, StrategyPlan(resumed.strategy), self.check)
         try:
-            checkpoint.load(runner, lambda: saved, memory, self.inside)
+            checkpoint.load(runner, lambda: saved, memory, self.from_tensors)
         except BaseException:
             runner.close()
             raise
@@ -232,13 +233,13 @@ class Session:
         shapes = {variable.name: variable.shape for variable in former.variables}
 
         def like(name: str) -> Tensor:
-            return self.inside(tf.zeros(shapes[name], "float32"))
+            return self.from_tensors(tf.zeros(shapes[name], "float32"))
 
         def convert(made: StepRunner, value: Any) -> Any:
             # The former runner may compute with tensors and the new one with arrays, or the other way round.
-            return inside(medium_of(made), value)
+            return from_tensors(representation_of(made), value)
 
-        with self.medium.computing():
+        with self.representation.computing():
             self.use_runner(switch_plan(former, plan, like, self.check, self.check_plan, convert), plan)
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
@@ -280,14 +281,14 @@ class Session:
         Raises:
             ExchangeError: variables are the anchors now.
         """
-        self._act(OuterRounds.needs_anchors, OuterRounds.take_anchors)
+        self._call_rounds_if(OuterRounds.needs_anchors, OuterRounds.take_anchors)
 
     @tf.autograph.experimental.do_not_convert
     def run_rounds(self) -> None:
         """Run the outer rounds that are due, eagerly or in a graph. Called after the optimizer's step."""
-        self._act(lambda rounds: rounds.due, OuterRounds.run_due)
+        self._call_rounds_if(lambda rounds: rounds.due, OuterRounds.run_due)
 
-    def _act(self, due: Callable[[OuterRounds], bool], act: Callable[[OuterRounds], None]) -> None:
+    def _call_rounds_if(self, due: Callable[[OuterRounds], bool], method: Callable[[OuterRounds], None]) -> None:
         """Call a method of the outer rounds if it is due. A graph passes all variables through the call, which orders
         it among their reads and updates."""
         if self.runner is None or not self.runner.outer_rounds:
@@ -296,12 +297,12 @@ class Session:
         names = list(dict.fromkeys(shard.whole.name for fragment in fragments for shard in fragment.shards))
         variables = [self.variable(name) for name in names]
 
-        def act_on(*values: tf.Tensor) -> list[tf.Tensor]:
-            return self._act_on(act, dict(zip(names, values, strict=True)))
+        def call_on(*values: tf.Tensor) -> list[tf.Tensor]:
+            return self._call_rounds_on(method, dict(zip(names, values, strict=True)))
 
         def run() -> int:
             before = [tf.convert_to_tensor(variable) for variable in variables]
-            after = tf.py_function(act_on, before, [value.dtype for value in before])
+            after = tf.py_function(call_on, before, [value.dtype for value in before])
             for variable, value in zip(variables, after, strict=True):
                 variable.assign(tf.reshape(value, variable.shape))
             return 0
@@ -319,10 +320,10 @@ class Session:
         assert self.runner is not None
         return self.runner.outer_rounds
 
-    def _act_on(self, act: Callable[[OuterRounds], None], values: dict[str, tf.Tensor]) -> list[tf.Tensor]:
+    def _call_rounds_on(self, method: Callable[[OuterRounds], None], values: dict[str, tf.Tensor]) -> list[tf.Tensor]:
         """Call a method of the rounds on these values of variables, and return their values after it."""
         rounds = self._current_rounds()
-        whole = {name: self.inside(value) for name, value in values.items()}
+        whole = {name: self.from_tensors(value) for name, value in values.items()}
 
         def read(shard: Shard) -> Tensor:
             return shard.slice_of(whole[shard.whole.name])
@@ -342,16 +343,16 @@ class Session:
         rounds.read = read
         rounds.write = write
         try:
-            with self.medium.computing():
-                act(rounds)
+            with self.representation.computing():
+                method(rounds)
         finally:
             rounds.read, rounds.write = reading, writing
-        return [self.medium.outside(value) for value in whole.values()]
+        return [self.representation.to_tensor(value) for value in whole.values()]
 
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal variables."""
         if self.runner is not None:
-            with self.medium.computing():
+            with self.representation.computing():
                 self.runner.outer_rounds.flush()
 
     def finish_alone(self, averages: "Sequence[keras.Variable]", finish: Callable[[], None]) -> None:
@@ -366,7 +367,7 @@ class Session:
         assign_means(self.backend, averages, f"{self.label}.averages")
         finish()
         assert self.runner is not None
-        with self.medium.computing():
+        with self.representation.computing():
             self.runner.outer_rounds.take_anchors(anew=True)
 
     @contextlib.contextmanager
@@ -386,7 +387,7 @@ class Session:
         """
         if self.runner is None:
             return
-        with self.medium.computing():
+        with self.representation.computing():
             changed = self.runner.outer_rounds.changed_at_anchor()
         if changed:
             raise ConfigError(
@@ -408,7 +409,7 @@ class Session:
 
     # -- Python's side of a step -------------------------------------------------------------------------
 
-    def start_equal(self) -> None:
+    def broadcast_initial(self) -> None:
         """Start all ranks from rank 0's values, once.
 
         Called after the agreement, or when the graph that initializes variables (of a model that was not built) first
@@ -418,7 +419,7 @@ class Session:
             self.needs_broadcast = False
             broadcast_initial(self.variables, self.optimizer_variables(), self.backend)
 
-    def start(
+    def start_round_trip(
         self, bucket: Bucket, gradients: Sequence[Gradient], present: Sequence[bool], rate: tf.Tensor
     ) -> AnyRoundTrip:
         """Start the exchange of one bucket, with eager tensors."""
@@ -429,12 +430,12 @@ class Session:
             self.lr, updates = map(float, np.asarray(rate))
             self.context.updates = int(updates)
             self.context.hyperparameter_digest = digest(self.lr)
-        return self.runner.start_round_trip(bucket, [self.inside(gradient) for gradient in gradients], present)
+        return self.runner.start_round_trip(bucket, [self.from_tensors(gradient) for gradient in gradients], present)
 
-    def inside(self, value: Any) -> Any:
+    def from_tensors(self, value: Any) -> Any:
         """Convert a gradient, or the tensors in nested dicts and lists of a saved state, to those that the exchange
         computes with."""
-        return inside(self.medium, value)
+        return from_tensors(self.representation, value)
 
     @property
     def strategy(self) -> Strategy | None:

@@ -109,7 +109,7 @@ class StepSession(Session):
             self.needs_broadcast = self.needs_broadcast and not runner.outer_rounds.has_anchors
         # where a graph initializes variables, it also starts them equal: they have no values yet
         if all(rank_initialized for *_, rank_initialized in received):
-            self.start_equal()
+            self.broadcast_initial()
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
         request = self.auto_request = self.choices.auto_request()
@@ -124,7 +124,7 @@ class StepSession(Session):
     # -- a step ----------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(
+    def exchange(
         self,
         gradients: Sequence[TapeGradient],
         variables: Sequence[AnyVariable],
@@ -155,18 +155,18 @@ class StepSession(Session):
             run = HostRun if self.auto is None else PlannedRun
             return self._to_means(run(self, runner, present).run(converted, rate))
         if not tf.executing_eagerly():
-            return self._in_graph(converted, present, rate)
+            return self._add_to_graph(converted, present, rate)
         # Eagerly each of the engine's operations blocks; in a graph they are under way together.
         if self._function is None:
-            self._function = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
+            self._function = tf.function(self._add_to_graph, autograph=False, reduce_retracing=True)
         means = self._function(converted, present, rate)
         return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
 
-    def _in_graph(self, converted: list[Gradient], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
+    def _add_to_graph(self, converted: list[Gradient], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.runner is not None
         driven = HostRun if self.auto is None else PlannedRun
         run = driven if self._starts_from_python(self.runner) else GraphRun
-        means = run(self, self.runner, present).in_graph(converted, rate)
+        means = run(self, self.runner, present).add_to_graph(converted, rate)
         return [Mean(*self._to_own_dtype(i, value, found)) for i, (value, found) in enumerate(means)]
 
     def _to_exchange(self, i: int, gradient: TapeGradient) -> Gradient:

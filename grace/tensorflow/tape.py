@@ -15,7 +15,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.optimizer_state import Remembered
+from grace.tensorflow.optimizer_state import GraceState
 from grace.tensorflow.sharding import Mean
 from grace.tensorflow.step_session import StepSession
 from grace.tensorflow.variables import AnyVariable, value_of
@@ -77,7 +77,7 @@ class GradientExchange(StepSession):
             ),
             check=_check,
         )
-        self.grace_state = Remembered(self)
+        self.grace_state = GraceState(self)
 
     def mean_or_none(self, i: int, mean: Mean) -> "tf.Tensor | tf.IndexedSlices | None":
         """Return, in a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when
@@ -122,7 +122,7 @@ class _Distributed(tf.GradientTape):
         if not variables:
             return gradients
         session = self._grace_session(variables)
-        means = session(flat, variables)
+        means = session.exchange(flat, variables)
         known = tf.executing_eagerly()
         values = [
             mean.value if known or g is not None else session.mean_or_none(i, mean)

@@ -121,7 +121,7 @@ def keras_means():
     w = tf.Variable(tf.zeros([40]))
     exchange = grace.tensorflow.GradientExchange(communicator=Tree("none"))
     gradients = [np.full(40, n + grace.rank(), np.float32) for n in range(3)]
-    return [np.array(exchange([tf.constant(gradient)], [w])[0].value) for gradient in gradients]
+    return [np.array(exchange.exchange([tf.constant(gradient)], [w])[0].value) for gradient in gradients]
 
 
 @pytest.mark.skipif(

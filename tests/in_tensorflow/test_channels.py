@@ -32,7 +32,7 @@ def test_each_has_a_channel_of_its_own():
                 optimizers[number].apply_gradients(zip(given, variables[number], strict=True))
                 means = [b - v.numpy() for b, v in zip(before, variables[number], strict=True)]
             else:
-                means = [mean.value for mean in exchange(given, variables[number])]
+                means = [mean.value for mean in exchange.exchange(given, variables[number])]
             for i, mean in enumerate(means):
                 absent = {0: 2, 1: 0}.get(number) == i
                 wanted = sum(value(i, other) for other in range(1 if absent else size)) / size

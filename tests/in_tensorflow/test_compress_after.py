@@ -16,7 +16,7 @@ BEGIN = 3
 def test_means_are_plain_first(graph):
     w = tf.Variable(tf.zeros([400]))
     exchange = grace.tensorflow.GradientExchange("topk(ratio=0.1)", compress_after=BEGIN)
-    call = traced(lambda gradient: exchange([gradient], [w])[0].value, graph)
+    call = traced(lambda gradient: exchange.exchange([gradient], [w])[0].value, graph)
     nonzeros = []
     for step in range(BEGIN + 2):
         gradient = np.random.default_rng((step, grace.rank())).standard_normal(400).astype(np.float32)

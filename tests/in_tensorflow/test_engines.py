@@ -53,12 +53,12 @@ def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarra
     exchange, variables = session_of(*pair), variables_of(SHAPES)
 
     def step(gradients):
-        return [mean.value for mean in exchange(gradients, variables, 0.05)]
+        return [mean.value for mean in exchange.exchange(gradients, variables, 0.05)]
 
     run = step if way == "eager" else tf.function(step, autograph=False)
-    chosen = (lambda components: representation.Tensors()) if way == "tensors" else representation.medium_for
+    chosen = (lambda components: representation.Tensors()) if way == "tensors" else representation.representation_for
     means = []
-    with mock.patch.object(representation, "medium_for", chosen):
+    with mock.patch.object(representation, "representation_for", chosen):
         for number in range(STEPS):
             brought = run([tf.constant(g) for g in gradients_of(number).values()])
             means.append({name: np.array(mean) for name, mean in zip(SHAPES, brought, strict=True)})

@@ -219,7 +219,7 @@ def test_an_overflow_is_seen_by_all_ranks_and_leaves_no_trace(compressor, graph)
     """Rank 1's gradient overflows in the second of three steps."""
     optimizer = sgd(compressor)
     variables, finite, states = [tf.Variable(tf.zeros([40]))], [], []
-    run = traced(lambda gradient: [mean.value for mean in optimizer._grace([gradient], variables, 1.0)], graph)
+    run = traced(lambda gradient: [mean.value for mean in optimizer._grace.exchange([gradient], variables, 1.0)], graph)
     for number in range(3):
         gradient = np.random.default_rng((number, grace.rank())).standard_normal(40).astype(np.float32)
         if number == 1 and grace.rank() == 1:

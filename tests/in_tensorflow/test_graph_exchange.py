@@ -21,7 +21,7 @@ def steps(session, variables, count=3):
 
     @tf.function(autograph=False)
     def exchange(gradients):
-        return [(mean.value, mean.found) for mean in session([*gradients, None], variables)]
+        return [(mean.value, mean.found) for mean in session.exchange([*gradients, None], variables)]
 
     generator = np.random.default_rng(grace.rank())
     for _ in range(count):
@@ -91,7 +91,7 @@ def test_what_a_checkpoint_owes_is_applied_once_and_not_by_a_step_that_overflows
 
     @tf.function(autograph=False)
     def exchange(gradients):
-        return [(mean.value, mean.found) for mean in session([*gradients, None], variables)]
+        return [(mean.value, mean.found) for mean in session.exchange([*gradients, None], variables)]
 
     ones = [tf.ones(3)]
     exchange(ones)

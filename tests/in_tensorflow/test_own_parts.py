@@ -11,7 +11,7 @@ import grace
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.tensorflow import Allgather, Communicator, Compressor, Memory, Traits
-from grace.tensorflow.representation import Arrays, Tensors, medium_for
+from grace.tensorflow.representation import Arrays, Tensors, representation_for
 from tests.support.tensorflow_training import both_ways, on_both, on_horovod, session_of, traced
 
 
@@ -98,7 +98,7 @@ def test_parts_written_in_tensorflow_get_tensors(communicator, graph):
     w = tf.Variable(tf.zeros([40]))
     exchange = grace.tensorflow.GradientExchange(communicator=communicator(Int8(), Decaying()))
     by_hand = communicator(Int8(), Decaying())
-    run = traced(lambda gradient: exchange([gradient], [w])[0].value, graph)
+    run = traced(lambda gradient: exchange.exchange([gradient], [w])[0].value, graph)
     for gradient, wanted in zip(gradients(), expected(), strict=True):
         np.testing.assert_allclose(run(tf.constant(gradient)), wanted, atol=1e-6)
         np.testing.assert_allclose(by_hand.step(tf.constant(gradient), "w"), wanted, atol=1e-6)
@@ -107,27 +107,27 @@ def test_parts_written_in_tensorflow_get_tensors(communicator, graph):
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="Numba is not installed")
 def test_graces_own_parts_compute_with_arrays_and_others_with_tensors():
     ours = grace.make("compressor", "topk | qsgd"), grace.make("memory", "residual")
-    assert type(medium_for(ours)) is Arrays
-    assert type(medium_for([ours[0], Decaying()])) is Tensors
-    assert type(medium_for([Allgather(Int8())])) is Tensors
+    assert type(representation_for(ours)) is Arrays
+    assert type(representation_for([ours[0], Decaying()])) is Tensors
+    assert type(representation_for([Allgather(Int8())])) is Tensors
 
 
 def test_memory_is_used_again_only_when_its_tensors_are_gone():
-    medium, bucket = Arrays(), Bucket(0, Allgather("none"), [Variable("w", (3, 4))])
+    arrays, bucket = Arrays(), Bucket(0, Allgather("none"), [Variable("w", (3, 4))])
 
     def lend(value):
-        (out,) = medium.outs(bucket)
+        (out,) = arrays.outs(bucket)
         out[...] = value
-        return medium.outside(out)
+        return arrays.to_tensor(out)
 
     first = lend(1.0)
     second = lend(2.0)
     assert np.unique(first.numpy()).tolist() == [1.0]
-    address = medium.memory["w"][0].ctypes.data
+    address = arrays.memory["w"][0].ctypes.data
     del second
     gc.collect()
     third = lend(3.0)
-    assert medium.memory["w"][0].ctypes.data == address
+    assert arrays.memory["w"][0].ctypes.data == address
     assert np.unique(first.numpy()).tolist() == [1.0]
     assert np.unique(third.numpy()).tolist() == [3.0]
 
@@ -135,7 +135,7 @@ def test_memory_is_used_again_only_when_its_tensors_are_gone():
 def test_means_that_a_loop_keeps_stay_as_they_were():
     grace.init("local")
     exchange, w = session_of("topk(ratio=0.5)"), tf.Variable(tf.zeros([200]))
-    kept = [exchange([tf.fill([200], float(n))], [w])[0].value for n in range(1, 4)]
+    kept = [exchange.exchange([tf.fill([200], float(n))], [w])[0].value for n in range(1, 4)]
     sent = [np.flatnonzero(mean.numpy()) for mean in kept]
     assert [np.unique(mean.numpy()).tolist() for mean in kept] == [[0, 1], [0, 3], [0, 5]]
     assert (sent[0].tolist(), sent[1].tolist()) == (list(range(100)), list(range(100, 200)))
@@ -167,7 +167,7 @@ class TransactionalDict(Memory):
 def test_sizes_that_nobody_announced_are_compared_in_graphs():
     w = tf.Variable(tf.zeros([4]))
     exchange = grace.tensorflow.GradientExchange(communicator=Allgather(Ported(), TransactionalDict()))
-    run = traced(lambda gradient: exchange([gradient], [w])[0].value)
+    run = traced(lambda gradient: exchange.exchange([gradient], [w])[0].value)
     means = [run(tf.constant([1.0, -1.0, 1.0, -1.0])).numpy().tolist() for _ in range(2)]
     assert means == [[2.0] * 4, [4.0] * 4]
     with pytest.raises(tf.errors.OpError) as caught:

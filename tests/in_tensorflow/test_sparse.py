@@ -41,7 +41,7 @@ def run(compressor, graph, steps=4, **options):
     variables = [tf.Variable(tf.zeros([ROWS, WIDTH])), tf.Variable(tf.zeros([5]))]
 
     def step(values, rows, shape):
-        return [m.value for m in exchange([tf.IndexedSlices(values, rows, shape), tf.ones([5])], variables)]
+        return [m.value for m in exchange.exchange([tf.IndexedSlices(values, rows, shape), tf.ones([5])], variables)]
 
     signature = [tf.TensorSpec([None, WIDTH]), tf.TensorSpec([None], tf.int64), tf.TensorSpec([2], tf.int32)]
     call = tf.function(step, input_signature=signature, autograph=False) if graph else step
@@ -121,7 +121,7 @@ def test_made_dense_when_asked():
 def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
     exchange = StepSession(Choices(compressor, memory, None), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
-        exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
+        exchange.exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
 
 
 @pytest.mark.slow

@@ -359,7 +359,7 @@ def test_a_tape_knows_no_steps_to_average_after():
     strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
     session = StepSession(Choices(strategy=strategy), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=r"none\(period\), come after the optimizer's step"):
-        session([tf.ones(2)], [variable])
+        session.exchange([tf.ones(2)], [variable])
     grace.shutdown()
 
 

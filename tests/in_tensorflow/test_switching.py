@@ -80,7 +80,7 @@ def test_nothing_is_lost_on_the_way_back_to_plain_sums(graph, between):
             if i:
                 loop.use(strategy)
             loop.steps(range(2 * i, 2 * i + 2))
-            assert type(loop.optimizer._grace.medium) is Tensors or strategy != HALVES
+            assert type(loop.optimizer._grace.representation) is Tensors or strategy != HALVES
     assert loop.optimizer.traffic.steps == 2 * len(strategies)
     assert loop.optimizer.plan is None
     for got, wanted in zip(loop.values, on_the_mean(2 * len(strategies), 2), strict=True):

@@ -2,6 +2,9 @@
 
 gpipe    all forwards, then all backwards
 1f1b     as many forwards as there are stages from here to the end, then one of each in turn
+
+A further one is added here, and its class to ``SCHEDULE_CLASSES`` of ``grace/pipeline/torch/point_to_point.py``. The
+simulation, and the memory of stages, follow from :data:`ALTERNATING`.
 """
 
 from typing import NamedTuple
@@ -10,6 +13,8 @@ from grace.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b")
 """Names of torch's ScheduleGPipe and Schedule1F1B."""
+ALTERNATING = ("1f1b",)
+"""Schedules in which forwards and backwards take turns. The others run all forwards first."""
 
 
 class Action(NamedTuple):
@@ -27,8 +32,8 @@ def schedule_error(schedule: str, stages: int, microbatches: int) -> str:
     """
     if schedule not in SCHEDULES:
         return f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}"
-    if schedule == "1f1b" and microbatches < stages:
-        return f"1f1b needs at least as many micro-batches as stages: {stages}, not {microbatches}"
+    if schedule in ALTERNATING and microbatches < stages:
+        return f"{schedule} needs at least as many micro-batches as stages: {stages}, not {microbatches}"
     return ""
 
 
@@ -38,7 +43,7 @@ def micro_batches_in_flight(schedule: str, stage: int, stages: int, microbatches
     >>> [micro_batches_in_flight("1f1b", stage, 3, 8) for stage in range(3)], micro_batches_in_flight("gpipe", 0, 2, 8)
     ([3, 2, 1], 8)
     """
-    return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    return min(microbatches, stages - stage) if schedule in ALTERNATING else microbatches
 
 
 def actions_of(schedule: str, stage: int, stages: int, microbatches: int) -> list[Action]:

@@ -4,8 +4,8 @@ All replicas of a stage do the same at the same time, so the simulation has one 
 gradients travel while ranks compute; those of one border and direction travel one after the other. Ranks wait for each
 other as in torch:
 
-- gpipe: a rank receives just before it computes, so a message travels only from then on.
-- 1f1b: a rank ends its sends together with its next receives before it goes on, and so do both sides of a border.
+- all forwards first: a rank receives just before it computes, so a message travels only from then on.
+- alternating: a rank ends its sends together with its next receives before it goes on, as both sides of a border do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from grace.pipeline.planning.pipeline_plan import Stage
-from grace.pipeline.planning.schedules import Action, actions_of
+from grace.pipeline.planning.schedules import ALTERNATING, Action, actions_of
 
 
 class Event(NamedTuple):
@@ -71,7 +71,7 @@ class _Simulation:
     """A step under way. Each stage is a generator that runs until it has to wait for a message."""
 
     def __init__(self, schedule: str, stages: Sequence[Stage], microbatches: int):
-        self.schedule = schedule
+        self.alternates = schedule in ALTERNATING
         self.stages = stages
         count = len(stages)
         self.actions = [actions_of(schedule, stage, count, microbatches) for stage in range(count)]
@@ -124,13 +124,13 @@ class _Simulation:
         former = "F"
         for action in self.actions[stage]:
             turned, former = action.kind != former, action.kind
-            if turned and self.schedule == "gpipe":
+            if turned and not self.alternates:
                 yield from self._wait(stage, unfinished)
             received = self._message(action.kind, stage, action.microbatch)
             self.posted.update(dict.fromkeys(received, self.clocks[stage]))
             yield from self._wait(stage, [*unfinished, *received] if turned else received)
             self._compute(stage, action)
-            if turned or self.schedule == "1f1b":
+            if turned or self.alternates:
                 yield from self._wait(stage, unfinished)
                 unfinished = []
             sent = self._message(action.kind, stage + (1 if action.kind == "F" else -1), action.microbatch)

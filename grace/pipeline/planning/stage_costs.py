@@ -23,6 +23,7 @@ from grace.pipeline.planning.blocks import ModelBlock
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.rank_layout import Devices
+from grace.pipeline.planning.schedules import ALTERNATING
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -186,7 +187,7 @@ class Space:
         needed = self.parameters * (2 + self.state) + self.untrained + _of_runs(self._grace_bytes(replicas))
         needed = needed + self.given[:, None] * scale * setting.microbatches + returned[None, :]
         needed = needed + self._working_bytes(setting.microbatches, replicas)
-        if setting.schedule != "gpipe":  # gradients are sent back while the next micro-batch is computed
+        if setting.schedule in ALTERNATING:  # gradients are sent back while the next micro-batch is computed
             needed = needed + returned[:, None]
         saved = self._kept.of_runs(scale)
         saved[:, -1] += self.returned * scale  # of the last stage, which computes the loss

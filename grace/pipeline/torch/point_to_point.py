@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from grace.exchange.tracing import recorder
 from grace.pipeline.torch.mesh import Mesh, Overlap, overlaps
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SCHEDULE_CLASSES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """Schedules of torch, by their names in plans."""
 KINDS = 2
 """Number of kinds of messages: values go forward, gradients back."""
@@ -287,7 +287,7 @@ def run_schedule(
     stage.has_backward = True
     stage.clear_runtime_states()
     # made anew for each step, whose loss scale is in the loss function
-    schedule = SCHEDULES[name](stage, len(inputs), loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+    schedule = SCHEDULE_CLASSES[name](stage, len(inputs), loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
     schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
     return [one.detach() for one in losses]
 

@@ -47,7 +47,9 @@ def test_a_gradient_goes_the_way_that_the_page_tells_in_the_first_step_too():
     assert len(first) <= 1.3 * len(usual)
 
 
-@pytest.mark.parametrize("heading", ["When a gradient overflows", "Saving and loading", "When a rank fails"])
+@pytest.mark.parametrize(
+    "heading", ["Other ways", "When a gradient overflows", "Saving and loading", "When a rank fails"]
+)
 def test_functions_of_the_other_ways_are_there(heading):
     for file, function in steps_of(f"### {heading}"):
         assert function in functions_of(file), f"{file} {function}"

@@ -390,8 +390,9 @@ class Pipeline:
             self._cut(*self._split_target(args, kwargs)[:2])
         if not self._pending:
             self.gradients.zero_grad()
-        share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
-        deliver(1.0)
+        with self.gradients.computing() as computed:
+            share = self._run_schedule(args, kwargs)
+        self.gradients.add(computed)
         self._pending = not self._exchanging
         if self._exchanging:
             self.gradients.exchange()  # before the all-reduce of the loss: earlier stages still run their schedule
@@ -410,11 +411,11 @@ class Pipeline:
             return self.evaluate(*args, **kwargs)
         if self.plan is None:
             self._cut(*self._split_target(args, kwargs)[:2])
-        share, deliver = self.gradients.collect(lambda: self._run_schedule(args, kwargs))
-        scale = self.gradients.loss_scale  # in the gradients already: a scaled loss passes a factor of it to backward
+        with self.gradients.computing() as computed:
+            share = self._run_schedule(args, kwargs)
         value = torch.tensor(self.mesh.all_reduce_sum(share))
         anchor = torch.zeros((), requires_grad=True)  # makes autograd call the loss's backward
-        return Loss.apply(anchor, value, lambda factor: deliver(factor / scale))  # type: ignore[no-untyped-call]
+        return Loss.apply(anchor, value, self.gradients, computed)  # type: ignore[no-untyped-call]
 
     def _split_target(self, args: Args, kwargs: Kwargs, targeted: bool = True) -> tuple[Args, Kwargs, object]:
         """Return the model's arguments and the target of a call, which has one if it is ``targeted``."""

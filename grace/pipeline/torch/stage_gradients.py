@@ -1,7 +1,9 @@
 """The gradients of a rank's stage, from the end of a schedule to the optimizer's step."""
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,14 @@ def check_options(options: Mapping[str, object], model: torch.nn.Module) -> None
             )
 
 
+@dataclass
+class ComputedGradients:
+    """Gradients of one schedule, by the parameter's name, until they are added to ``p.grad``, which is done once."""
+
+    by_name: dict[str, torch.Tensor] = field(default_factory=dict)
+    added: bool = False
+
+
 class Gradients:
     """The parameters of this rank's stage, and their exchange over the stage's replicas, with the options of
     :func:`grace.DistributedOptimizer`. Every rank must make one. ``holders`` has the numbers of the stages that have
@@ -79,7 +89,7 @@ class Gradients:
         self.exchanged = False
         """True if ``p.grad`` holds what an exchange left there, which further gradients may be added to."""
         self.batches = 0
-        """Number of batches whose gradients were delivered; the same on all ranks."""
+        """Number of batches whose gradients were added to ``p.grad``; the same on all ranks."""
         self.updates = 0
         """Number of steps of the optimizer; the same on all ranks."""
         self.optimizer: Any = None
@@ -187,36 +197,41 @@ class Gradients:
             self.scaler.scale(torch.zeros((), device=device))  # a GradScaler makes its scale at its first loss
             self.loss_scale = float(self.scaler.get_scale())
 
-    def collect(self, run: Callable[[], float]) -> tuple[float, Callable[[float], None]]:
-        """Run a schedule while ``p.grad`` is empty. Return its result, and a function that adds its gradients, times a
-        factor, to the former ones, once."""
-        # the schedule scales what it leaves in p.grad, which must be its own gradients alone
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[ComputedGradients]:
+        """Return a context for a schedule, in which ``p.grad`` is empty: the schedule scales its own gradients there.
+        The context's value gets them at its end, and ``p.grad`` holds the former ones again."""
         former = {name: p.grad for name, p in self.parameters.items()}
         for p in self.parameters.values():
             p.grad = None
+        computed = ComputedGradients()
         try:
-            result = run()
-            computed = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            yield computed
+            found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            computed.by_name = {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}
         finally:
             for name, p in self.parameters.items():
                 p.grad = former[name]
-        pending = [{name: g.to_dense() if g.is_sparse else g for name, g in computed.items()}]
 
-        @torch.no_grad()
-        def deliver(factor: float) -> None:
-            """Add the schedule's gradients, times a factor, to ``p.grad``."""
-            if not pending:
-                raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
-            if self.exchanged:
-                self._keep_tied_sums_once()
-            for name, gradient in pending.pop().items():  # popped, so that a loss that the program keeps frees them
-                p = self.parameters[name]
-                scaled = gradient if factor == 1.0 else gradient * factor
-                p.grad = scaled if p.grad is None else p.grad.add_(scaled)
-            self.ready = True
-            self.batches += 1
+    @torch.no_grad()
+    def add(self, computed: ComputedGradients, factor: float = 1.0) -> None:
+        """Add a schedule's gradients, times a factor, to ``p.grad``.
 
-        return result, deliver
+        Raises:
+            ConfigError: they were added before.
+        """
+        if computed.added:
+            raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
+        if self.exchanged:
+            self._keep_tied_sums_once()
+        for name, gradient in computed.by_name.items():
+            p = self.parameters[name]
+            scaled = gradient if factor == 1.0 else gradient * factor
+            p.grad = scaled if p.grad is None else p.grad.add_(scaled)
+        computed.by_name = {}  # a loss that the program keeps must not keep them
+        computed.added = True
+        self.ready = True
+        self.batches += 1
 
     def _keep_tied_sums_once(self) -> None:
         """Clear the sums that copies of tied parameters got in the last exchange, but for those of the first stage, so
@@ -351,18 +366,20 @@ def chosen_strategy(options: Mapping[str, Any]) -> StrategyArg | None:
 
 
 class Loss(torch.autograd.Function):
-    """The loss as a value. Differentiating it delivers the gradients that were computed with it, times the incoming
-    gradient."""
+    """The loss as a value. Differentiating it adds the gradients that were computed with it to ``p.grad``, times the
+    incoming gradient over the loss scale, which is in them already."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, deliver: Callable[[float], None]) -> torch.Tensor:  # type: ignore[override]
-        ctx.deliver = deliver
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: torch.Tensor, value: torch.Tensor, gradients: Gradients, computed: ComputedGradients
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.computed, ctx.scale = gradients, computed, gradients.loss_scale
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        ctx.deliver(float(gradients[0]))
-        return None, None, None
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.gradients.add(ctx.computed, float(incoming[0]) / ctx.scale)
+        return None, None, None, None
 
 
 class _ExchangingOptimizer:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ from grace.planner.costs import CodecCost, Curve
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
 from grace.planner.planning import measure_methods
-from grace.session.agreement import gather_or_raise
+from grace.session.agreement import failing_together, gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
 """Shapes of gradients where no model is given."""
@@ -95,7 +95,7 @@ def calibrate(given: Given) -> None:
     # numpy is no framework of the engines: they are joined without one
     backend = runtime.init("auto", asked.framework if asked.framework in runtime.FRAMEWORKS else None)
     began = time.monotonic()
-    with _all_or_none(backend, "begin"):
+    with failing_together(backend, "calibration: begin", FAILED):
         choices = parse_choices(asked.methods, backend.size, asked.quick)
         installed = filter(runtime._installed, FRAMEWORKS)
         framework = asked.framework or backend.framework or next(installed)
@@ -103,7 +103,7 @@ def calibrate(given: Given) -> None:
         gradients = _gradients(framework, device, asked.model, asked.seed + backend.rank)
     names = backend.allgather_object(node_name())
     key = Key.of(backend, names, framework, threads)
-    with _all_or_none(backend, "find room for the file"):  # before minutes of measuring
+    with failing_together(backend, "calibration: find room for the file", FAILED):  # before minutes of measuring
         if backend.rank == 0:
             check_writable(asked.out)
     network_seconds, method_seconds = QUICK_SECONDS if asked.quick else SECONDS
@@ -132,7 +132,7 @@ def calibrate(given: Given) -> None:
         by_ring=backend.by_ring,
         concatenates=backend.concatenates,
     )
-    with _all_or_none(backend, "write"):
+    with failing_together(backend, "calibration: write", FAILED):
         if backend.rank == 0:
             calibration.write(asked.out)
     if backend.rank == 0:
@@ -217,17 +217,6 @@ def _measure_links(
             error = raised
         inside = next(filter(None, gather_or_raise(backend, "times of collectives", inside, error, FAILED)))
     return network, inside
-
-
-@contextlib.contextmanager
-def _all_or_none(backend: Backend, operation: str) -> Iterator[None]:
-    """Return a context after which no rank goes on if the operation has failed on one of them."""
-    error = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    gather_or_raise(backend, f"calibration: {operation}", None, error, FAILED)
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Compressed gradients under the Trainer of Hugging Face's transformers."""
 
+import contextlib
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -13,12 +13,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
-from grace.session.agreement import gather_or_raise
+from grace.session.agreement import failing_together
 from grace.torch.wrappers import unwrap_compiled
 
 FILE = "grace_memories.pt"
 """Name of the file with memories in each checkpoint's folder."""
-T = TypeVar("T")
 WAY = "Leave deepspeed and fsdp out of TrainingArguments"
 
 
@@ -112,13 +111,10 @@ class GraceCallback(Chosen, TrainerCallback):
             return
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", FILE)
         saved = self.wrapped.state_dict()
-
-        def write() -> None:
+        with self._failing_together(f"could not save {path}"):
             if args.should_save:
                 with atomic_write(path) as draft:
                     torch.save(saved, draft)
-
-        self._on_all_ranks(write, f"could not save {path}")
 
     def on_log(
         self,
@@ -136,28 +132,22 @@ class GraceCallback(Chosen, TrainerCallback):
             self.trainer.log(metrics)
 
     def _load(self, path: Path) -> None:
-        def read() -> dict[str, object]:
+        assert self.wrapped is not None
+        saved: dict[str, object] = {}
+        with self._failing_together("did not load its checkpoint"):
             try:
-                return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+                if path.exists():
+                    saved = torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:  # torch's zip reader and its unpickler raise errors of many kinds
                 raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
+        self.wrapped.load_state_dict(saved)
 
+    def _failing_together(self, failed: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a checkpoint's file, in which an error on one rank is raised on all of them."""
         assert self.wrapped is not None
-        self.wrapped.load_state_dict(self._on_all_ranks(read, "did not load its checkpoint"))
-
-    def _on_all_ranks(self, act: Callable[[], T], failed: str) -> T:
-        """Call a function, and raise on all ranks if one of them failed."""
-        assert self.wrapped is not None
-        error = None
-        try:
-            result = act()
-        except Exception as raised:
-            error = raised
-        if self.state is not None:
-            gather_or_raise(self.wrapped.runner.backend, "a Trainer's checkpoint", None, error, failed)
-        elif error is not None:
-            raise error
-        return result
+        if self.state is None:  # one process
+            return contextlib.nullcontext()
+        return failing_together(self.wrapped.runner.backend, "a Trainer's checkpoint", failed)
 
 
 def _progress(trainer: Trainer) -> dict[str, int]:

@@ -14,7 +14,7 @@ from grace.kernels import kernels_of
 from grace.planner.costs import Curve
 from grace.planner.network import KINDS, MeasuredNetwork
 from grace.planner.step_timer import undisturbed
-from grace.session.agreement import gather_or_raise
+from grace.session.agreement import failing_together, gather_or_raise
 
 SIZES = tuple(1024 * 4**i for i in range(10))
 """1 kB to 256 MB."""
@@ -172,15 +172,10 @@ class _Timing:
         """Return a buffer of zeros, if all ranks have room for theirs."""
         dtype = {"allreduce": np.float32, "allreduce16": np.float16}.get(kind, np.uint8)
         parts = self.backend.size if kind == "alltoall" else 1
-        made, error = None, None
-        try:
-            made = self.tensor_of(np.zeros(max(1, nbytes // np.dtype(dtype).itemsize // parts) * parts, dtype))
-        except Exception as raised:
-            error = raised
-        self._gather(None, error)  # a rank without room must not leave the others in the collective
-        return made
+        # a rank without room must not leave the others in the collective
+        with failing_together(self.backend, "room for collectives", "could not measure the network"):
+            return self.tensor_of(np.zeros(max(1, nbytes // np.dtype(dtype).itemsize // parts) * parts, dtype))
 
-    def _gather(self, value: T, error: BaseException | None = None) -> list[T]:
-        """Return the values of all ranks, or raise on all. (A rank on which a collective fails comes here no more: its
-        end tells.)"""
-        return gather_or_raise(self.backend, "times of collectives", value, error, "could not measure the network")
+    def _gather(self, value: T) -> list[T]:
+        """Return the values of all ranks."""
+        return gather_or_raise(self.backend, "times of collectives", value)

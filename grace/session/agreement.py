@@ -1,7 +1,8 @@
 """Agreement: before gradients are exchanged, the ranks compare their versions, settings and variables."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grace.core import version
@@ -67,6 +68,26 @@ def gather_or_raise(
                 "the same"
             )
     return [answer["value"] for answer in answers]
+
+
+@contextlib.contextmanager
+def failing_together(backend: Backend, what: str, failed: str = "refused to start") -> Iterator[None]:
+    """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
+
+    Args:
+        backend: the ranks.
+        what: the thing that the context makes, reads or writes, for messages.
+        failed: phrase for messages that says in which operation a rank failed.
+
+    Raises:
+        RankError: another rank failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    gather_or_raise(backend, what, None, error, failed)
 
 
 def compare_facts(

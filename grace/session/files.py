@@ -6,7 +6,7 @@ from pathlib import Path
 from grace.backends.runtime import current
 from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
-from grace.session.agreement import gather_or_raise
+from grace.session.agreement import failing_together
 
 
 def save_from_root(
@@ -33,12 +33,9 @@ def save_from_root(
     '3'
     >>> grace.shutdown()
     """
-    backend, error = backend or current(), None
-    if backend.rank == root:
-        try:
+    backend = backend or current()
+    # Also a barrier: no rank goes on before the file is complete.
+    with failing_together(backend, f"{path} to save", f"could not save {path}"):
+        if backend.rank == root:
             with atomic_write(path) as draft:
                 write(draft)
-        except Exception as raised:
-            error = raised
-    # Also a barrier: no rank goes on before the file is complete.
-    gather_or_raise(backend, f"{path} to save", None, error, f"could not save {path}")

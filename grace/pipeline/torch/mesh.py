@@ -12,32 +12,11 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.waits import waiting
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.session.agreement import gather_or_raise
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Backend | None]] = (
     weakref.WeakKeyDictionary()
 )
 """Groups that were made over a process group. Later pipelines reuse them, since freeing one is a collective."""
-
-
-@contextlib.contextmanager
-def failing_together(backend: Backend, what: str = "a pipeline", failed: str = "refused to start") -> Iterator[None]:
-    """Return a context in which an error on one rank is raised on all of them. Every rank must enter it.
-
-    Args:
-        backend: the ranks.
-        what: the thing that the context makes or reads, for messages.
-        failed: phrase for messages that says in which operation a rank failed.
-
-    Raises:
-        RankError: another rank failed.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    gather_or_raise(backend, what, None, error, failed)
 
 
 Overlap = tuple[int, int, int]

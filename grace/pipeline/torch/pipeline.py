@@ -27,7 +27,7 @@ from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
 from grace.pipeline.torch.batches import broadcast_batch, count_rows, gather_outputs, micro_batches
 from grace.pipeline.torch.call_comparison import CallComparison
 from grace.pipeline.torch.capture import check_plain_model, modes_of, split_call, training_mode
-from grace.pipeline.torch.mesh import Mesh, failing_together
+from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.pipeline_state import OptimizerStateDict, StageTensors
 from grace.pipeline.torch.plan_search import (
     MakeOptimizer,
@@ -43,6 +43,7 @@ from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, sh
 from grace.pipeline.torch.stage_gradients import Gradients, Loss, check_options, chosen_strategy
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
+from grace.session.agreement import failing_together
 from grace.strategy.execution import StrategyArg
 from grace.torch.parameters import broadcast_parameters
 
@@ -188,7 +189,7 @@ class Pipeline:
         """Plan the pipeline, and set up this rank's stage."""
         # 1. capture the model
         with training_mode(self.model):
-            with failing_together(self.backend):
+            with failing_together(self.backend, "a pipeline"):
                 check_optimizer_state_whole(self.make_optimizer)
                 batch = CapturedBatch(self.model, args, kwargs, self.whole)
             self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
@@ -207,7 +208,7 @@ class Pipeline:
         self.nodes = [stage.nodes for stage in plan.stages]
         self.comparison = CallComparison(mesh, self.inputs == "replica")
         self.tensors = StageTensors(self.model, batch.atoms, self.nodes, mesh)
-        with failing_together(self.backend):
+        with failing_together(self.backend, "a pipeline"):
             self.tensors.materialize(self.init)
         self.parameters, self.buffers = self.tensors.parameters, self.tensors.buffers
         # 4. make the stage's optimizer, and let its replicas start equal

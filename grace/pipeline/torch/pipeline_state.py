@@ -11,10 +11,11 @@ from grace.core.api_names import TORCH
 from grace.errors import ConfigError, RankError
 from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.capture import allocate_like, first_names
-from grace.pipeline.torch.mesh import Mesh, failing_together
+from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.stage_builder import stage_specs
 from grace.pipeline.torch.stage_gradients import Gradients
 from grace.session import checkpoint, state_schema
+from grace.session.agreement import failing_together
 from grace.session.state_schema import SavedState
 from grace.torch.state_dict import load_state
 

@@ -14,9 +14,10 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
-from grace.pipeline.torch.mesh import Mesh, failing_together
+from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.plan_search import MakeOptimizer
 from grace.planner.uniform_plans import Baseline
+from grace.session.agreement import failing_together
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
 from grace.strategy.execution import StrategyArg
@@ -95,11 +96,11 @@ class Gradients:
         self.optimizer: Any = None
         """Optimizer of torch; where ``has_optimizer``, with the methods of a distributed one."""
         self.stand_in = torch.nn.Parameter(torch.zeros(1))
-        with failing_together(mesh.backend):
+        with failing_together(mesh.backend, "a pipeline"):
             self._make_user_optimizer(make_optimizer)
         strategy = chosen_strategy(options)
         document = from_root(lambda: documented(strategy, self.holders))  # the file is on rank 0's host
-        with failing_together(mesh.backend):
+        with failing_together(mesh.backend, "a pipeline"):
             self._distribute(options, document or strategy)
         with torch.no_grad():
             for p, group, first in self.tied:  # copies start equal

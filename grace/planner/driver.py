@@ -78,8 +78,8 @@ class Driver:
         replan: after how many steps all is measured again; 0 for never.
 
     Attributes:
-        left: steps until ``phases`` go on; 0 for never.
-        holds: True if exchanges are to begin after backward only.
+        steps_left: steps until ``phases`` go on; 0 for never.
+        after_backward: True if exchanges are to begin after backward only.
         trying: True from the first trial on, until all is measured again.
         settled: True if a choice was made, and checked.
         current: name of the strategy that the run goes on by; empty once the user chose.
@@ -106,7 +106,7 @@ class Driver:
         """Seconds of a step of each candidate on the slowest rank: the median of its turns."""
         self.current = BASELINE
         self.plan: dict[str, object] | None = None
-        self.holds = self.trying = self.settled = False
+        self.after_backward = self.trying = self.settled = False
         self.watch: LinkWatch | None = None
         """Watch over the links of a settled run of several ranks; None before, and for one rank."""
         self.usual: Sequence[float] | None = None
@@ -122,7 +122,7 @@ class Driver:
 
     def _advance(self) -> None:
         """Go on with the phases, until they need steps of training."""
-        self.left, self.skip, self.timer = next(self.phases, 0), SETTLED, StepTimer()
+        self.steps_left, self.skip, self.timer = next(self.phases, 0), SETTLED, StepTimer()
 
     def ready(self, name: str) -> None:
         """Note that a variable's gradient is there."""
@@ -131,7 +131,7 @@ class Driver:
     def computed(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         """Note that backward is done, and exchanges are awaited; ``gradients`` copies this rank's own."""
         self.timer.mark("computed")
-        if self.holds and self.left == 1:
+        if self.after_backward and self.steps_left == 1:
             self.gradients = dict(gradients())
             self.timer.marks["computed"] = 0.0  # a copy was made meanwhile: the step does not count
 
@@ -141,13 +141,13 @@ class Driver:
 
     def stepped(self) -> None:
         """Note that the optimizer has made its step; go on to the next phase when it is time."""
-        if not self.left and self.watch is None:  # nothing is measured, and nothing watched
+        if not self.steps_left and self.watch is None:  # nothing is measured, and nothing watched
             return
         self.timer.end(self.skip <= 0)
         self.skip -= 1
-        if self.left:
-            self.left -= 1
-            if self.left == 0:
+        if self.steps_left:
+            self.steps_left -= 1
+            if self.steps_left == 0:
                 self._advance()
                 self.timer.begin()
         if self.watch is not None:
@@ -157,7 +157,7 @@ class Driver:
         """Return what a checkpoint holds of planning; empty once the user chose."""
         if not self.current:
             return ""
-        strategy, left = self.strategies[self.current].to_dict(), self.left if self.settled else 0
+        strategy, left = self.strategies[self.current].to_dict(), self.steps_left if self.settled else 0
         state = Resumed(self.current, strategy, self.plan, self.settled, left, self.cluster, self.usual)
         return json.dumps(state._asdict())
 
@@ -186,7 +186,7 @@ class Driver:
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
         former, start = Strategy.from_dict(resumed.strategy), self.strategies[BASELINE]
         self.strategies = {resumed.current: former, BASELINE: start}
-        self.holds, self.settled = False, resumed.settled
+        self.after_backward, self.settled = False, resumed.settled
         self.usual = resumed.usual  # a link may have become slower while nothing trained
         self.watch = LinkWatch(self.usual) if resumed.settled and self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
@@ -196,7 +196,7 @@ class Driver:
     def stop(self) -> None:
         """End planning, because the user chose another strategy: nothing of it is measured, tried, or saved."""
         self.plan, self.gradients, self.current, self.watch, self.usual = None, {}, "", None, None
-        self.holds, self.settled = False, True
+        self.after_backward, self.settled = False, True
         self.phases.close()  # its generator waits for steps that will not come
         self._advance()
 
@@ -210,7 +210,7 @@ class Driver:
                 yield from self._plan()
                 self.watch = LinkWatch() if self.backend.size > 1 else None
             except PlanningError as error:
-                self.gradients, self.holds = {}, False
+                self.gradients, self.after_backward = {}, False
                 self._switch_to(BASELINE)
                 self.print_line(f"grace: auto: planning failed, and training goes on uncompressed: {error}")
             self.settled = True
@@ -218,9 +218,9 @@ class Driver:
 
     def _plan(self) -> Generator[int, None, None]:
         """Measure, try candidates, and go on by the best. Raise PlanningError if something failed on some rank."""
-        self.holds = True
+        self.after_backward = True
         yield HELD  # with exchanges after backward, which show when each gradient is ready
-        self.holds = False
+        self.after_backward = False
         timeline = self.timer.timeline(self.names)
         yield PLAIN  # with exchanges as in training: the baseline's step
         found = self._measure(timeline)

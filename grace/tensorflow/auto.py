@@ -31,7 +31,7 @@ class PlannedRun(HostRun):
         """Run the step at once, eagerly; a value is None where no rank had a gradient."""
         auto = self.session.auto
         assert auto is not None  # or the session runs a HostRun
-        if auto.left:
+        if auto.steps_left:
             for name in self.index_of:
                 auto.ready(name)
         auto.computed(lambda: self._copies(gradients))

@@ -134,12 +134,12 @@ class HorovodSession(Session):
         """Count a parameter's complete gradient, and start the buckets that it completes."""
         name = self.name_of[p]
         auto = self.auto
-        if auto is not None and auto.left:
+        if auto is not None and auto.steps_left:
             auto.ready(name)
         for bucket in self.buckets_of[name]:
             self.missing_parameters[bucket.index] -= 1
             if self.missing_parameters[bucket.index] == 0:
-                if auto is not None and auto.holds:
+                if auto is not None and auto.after_backward:
                     self.held.append(bucket)
                 else:
                     self.start_bucket(bucket)

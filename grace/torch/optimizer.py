@@ -120,11 +120,11 @@ class HookedSession(Session):
             if count == self.passes:
                 missing = self.missing_parameters
                 auto = self.auto
-                if auto is not None and auto.left:
+                if auto is not None and auto.steps_left:
                     auto.ready(name)
                 for bucket in self.buckets_of[name]:
                     missing[bucket.index] -= 1
-                if self.waits_for_graph or (auto is not None and auto.holds):
+                if self.waits_for_graph or (auto is not None and auto.after_backward):
                     return
                 # All ranks start buckets in index order, so that their collectives pair.
                 while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:

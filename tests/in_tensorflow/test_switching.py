@@ -201,10 +201,10 @@ def test_a_choice_by_hand_ends_planning_and_graphs_go_on(local):
     loop = Loop("auto", True)
     loop.steps(range(5))
     graph, auto = loop.run, loop.optimizer._grace.auto
-    assert auto.holds
+    assert auto.after_backward
     loop.optimizer.use_strategy(TOPK)
-    assert not auto.holds
-    assert auto.left == 0
+    assert not auto.after_backward
+    assert auto.steps_left == 0
     loop.run = graph
     loop.steps(range(5, 30))
     assert {plan.parts[0].compressor for plan in loop.optimizer.strategy.plans} == {"topk(ratio=0.1)"}

@@ -333,7 +333,7 @@ def test_steps_with_several_exchanges_are_not_planned_by(monkeypatch):
             run.driver.exchanged()
         run.driver.stepped()
     assert "has seen no whole step" in run.said[-1]
-    assert not run.driver.left
+    assert not run.driver.steps_left
 
 
 def test_a_settled_plan_goes_on(monkeypatch):
@@ -344,7 +344,7 @@ def test_a_settled_plan_goes_on(monkeypatch):
     found = again.driver.resumed_from(saved)
     assert found.strategy == STRATEGIES["topk"].to_dict()
     again.driver.resume(found)
-    assert again.driver.left == run.driver.left == 30
+    assert again.driver.steps_left == run.driver.steps_left == 30
     assert again.driver.plan == run.driver.plan
 
 
@@ -395,8 +395,8 @@ def test_a_choice_by_hand_ends_planning(monkeypatch, count):
     said, using = list(run.said), run.using
     run.steps(UNTIL_CHOSEN)
     assert (run.said, run.using, run.driver.plan) == (said, using, None)
-    assert not run.driver.holds
+    assert not run.driver.after_backward
     assert run.driver.document() == ""
     run.driver.resume(run.driver.resumed_from(saved))
-    assert run.driver.left > 0
+    assert run.driver.steps_left > 0
     assert json.loads(run.driver.document())["current"] == json.loads(saved["plan"])["current"]

@@ -293,7 +293,7 @@ class Gradients:
         """Start the planner's timing, for ``strategy="auto"``. It times only the exchange, which no computation hides;
         timing whole steps would include the exchanges of other stages."""
         auto = self._session.auto
-        if auto is not None and auto.left > 0:
+        if auto is not None and auto.steps_left > 0:
             # wait for the other ranks' schedules, which must not count as exchange
             self.mesh.stage_backend.allgather_object(None)
             auto.timer.begin()

@@ -12,7 +12,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 BYTES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 """Prefixes of bytes, and their values."""
 
-BYTE_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+BYTE_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 """Units in which bytes are shown, the largest first."""
 
 
@@ -79,9 +79,12 @@ def show_bytes(nbytes: float, digits: int = 4) -> str:
 
     >>> show_bytes(2.5e9), show_bytes(245e3), show_bytes(7.0), show_bytes(0.0), show_bytes(1_234_000, 3)
     ('2.5 GB', '245 kB', '7 B', '0 B', '1.23 MB')
+    >>> show_bytes(999_600, 3), show_bytes(2e12, 3)
+    ('1 MB', '2 TB')
     """
-    unit, size = byte_unit(nbytes)
-    return f"{nbytes / size:.{digits}g} {unit}"
+    rounded = float(f"{nbytes:.{digits}g}")  # first: 999,600 bytes are 1 MB in three digits, not 1e+03 kB
+    unit, size = byte_unit(rounded)
+    return f"{rounded / size:.{digits}g} {unit}"
 
 
 def show_ms(seconds: float) -> str:

@@ -25,13 +25,16 @@ def digits(value: object, count: int = 3) -> str:
 
     >>> digits(1234.5), digits(12.345), digits(0.012345), digits(4.56e-8), digits(None), digits(0)
     ('1,234', '12.3', '0.0123', '4.56e-8', '–', '0')
+    >>> digits(9.996), digits(0.9996)
+    ('10.0', '1.00')
     """
     value = number(value)
     if value is None:
         return UNKNOWN
     if value == 0:
         return "0"
-    exponent = math.floor(math.log10(abs(value)))
+    rounded = float(f"{value:.{count - 1}e}")  # first: 9.996 is 10.0, with one digit behind the point
+    exponent = math.floor(math.log10(abs(rounded)))
     if exponent < -4 or exponent > 8:
         base, _, power = f"{value:.{count - 1}e}".partition("e")
         return f"{base}e{int(power)}"

@@ -70,14 +70,14 @@ def of_bytes(value: object) -> str:
 def of_rate(value: object) -> str:
     """Format a bandwidth in bit/s; None is no emulated link.
 
-    >>> of_rate(1e8), of_rate(2.5e9), of_rate(None)
-    ('100 Mbit/s', '2.5 Gbit/s', 'no emulated link')
+    >>> of_rate(1e8), of_rate(2.5e9), of_rate(999_990), of_rate(None)
+    ('100 Mbit/s', '2.5 Gbit/s', '1 Mbit/s', 'no emulated link')
     """
     value = number(value)
     if value is None:
         return "no emulated link"
     amount, unit = _in_unit(value)
-    return f"{amount:.4g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
+    return f"{amount:.10g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
 
 
 def of_seconds(value: object) -> str:
@@ -104,12 +104,13 @@ def show_rate(rate: float) -> str:
     >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990)
     ('1gbit', '2.5gbit', '98.77mbit', '1mbit')
     """
-    amount, unit = _in_unit(float(f"{rate:.4g}"))  # rounded first: 999,990 bit/s are 1 Mbit/s, not 1000 kbit/s
+    amount, unit = _in_unit(rate)
     return f"{amount:.10g}{unit}bit"
 
 
 def _in_unit(rate: float) -> tuple[float, str]:
-    """Return bits per second in the largest unit that is not larger, and its prefix."""
+    """Return bits per second, to four digits, in the largest unit that is not larger, and its prefix."""
+    rate = float(f"{rate:.4g}")  # first: 999,990 bit/s are 1 Mbit/s, not 1000 kbit/s
     size, unit = next(((size, unit) for unit, size in UNITS.items() if rate >= size), (1.0, ""))
     return rate / size, unit
 

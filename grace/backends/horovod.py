@@ -23,7 +23,7 @@ HOROVOD_ATTRIBUTES = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
 """Attributes of the classes that Horovod makes of torch's and of Keras's optimizers: each class has one of them."""
 
 
-class Once:
+class NoHorovodSubclass:
     """Base class of a distributed optimizer, of whose class Horovod may not derive its own."""
 
     def __init_subclass__(cls, **kwargs: object):
@@ -131,7 +131,8 @@ class HorovodBackend(Backend):
     name = "horovod"
     pairs_by_name = True
     concatenates = True
-    _calls_are = "grace.call"
+    _call_prefix = "grace.call"
+    """Prefix of the names of operations that have no label; their number follows."""
 
     def __init__(self, process_set: "ProcessSet | None" = None, owns: bool = False):
         hvd = self.hvd
@@ -203,7 +204,7 @@ class HorovodBackend(Backend):
     def duplicate(self: B) -> B:
         other = type(self)(self.process_set)
         other.timeout = self.timeout
-        other._calls_are = f"{self._calls_are}.duplicate"
+        other._call_prefix = f"{self._call_prefix}.duplicate"
         return other
 
     def shutdown(self) -> None:

@@ -61,7 +61,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
         if self._recorded is not None:
             self._recorded.append(operation)
         else:
-            name = self.label or f"{self._calls_are}{next(self._calls)}"
+            name = self.label or f"{self._call_prefix}{next(self._calls)}"
             run = self.run if self._functions is None else self._run_named
             if isinstance(operation.tensor, np.ndarray):  # the exchange computes with arrays
                 operation.received = as_array(run(operation, as_tensor(operation.tensor), name))

@@ -39,10 +39,10 @@ class TorchHorovodBackend(HorovodBackend):
         self._calls = 0
 
     @classmethod
-    def named(cls, calls_are: str) -> "TorchHorovodBackend":
+    def named(cls, call_prefix: str) -> "TorchHorovodBackend":
         """Return a backend over all ranks, for one call from outside of Grace, whose operations have this name."""
         backend = cls()
-        backend._calls_are = calls_are
+        backend._call_prefix = call_prefix
         return backend
 
     @property
@@ -73,7 +73,7 @@ class TorchHorovodBackend(HorovodBackend):
             self._in_label += 1
             return f"{self.label}.{self._in_label}"
         self._calls += 1
-        return f"{self._calls_are}{self._calls}"
+        return f"{self._call_prefix}{self._calls}"
 
     def start(self, operation: Operation) -> Handle:
         return Handle(OperationWait(self, operation), later=operation.result)
@@ -117,7 +117,7 @@ class TorchHorovodBackend(HorovodBackend):
             return None
         other = TorchHorovodBackend(process_set)
         other.timeout = self.timeout
-        other._calls_are = f"grace.split{other.count_optimizer()}.call"  # there may be others over the same set
+        other._call_prefix = f"grace.split{other.count_optimizer()}.call"  # there may be others over the same set
         return other
 
     def tensor_of(self, array: np.ndarray) -> torch.Tensor:

@@ -107,7 +107,7 @@ class Driver:
         self.current = BASELINE
         self.plan: dict[str, object] | None = None
         self.after_backward = self.trying = self.settled = False
-        self.watch: LinkWatch | None = None
+        self.link_watch: LinkWatch | None = None
         """Watch over the links of a settled run of several ranks; None before, and for one rank."""
         self.usual: Sequence[float] | None = None
         """Usual wait and step of the settled run, in seconds; None before its first look."""
@@ -141,7 +141,7 @@ class Driver:
 
     def stepped(self) -> None:
         """Note that the optimizer has made its step; go on to the next phase when it is time."""
-        if not self.steps_left and self.watch is None:  # nothing is measured, and nothing watched
+        if not self.steps_left and self.link_watch is None:  # nothing is measured, and nothing watched
             return
         self.timer.end(self.skip <= 0)
         self.skip -= 1
@@ -150,8 +150,8 @@ class Driver:
             if self.steps_left == 0:
                 self._advance()
                 self.timer.begin()
-        if self.watch is not None:
-            self._check_link(self.watch)
+        if self.link_watch is not None:
+            self._check_link(self.link_watch)
 
     def document(self) -> str:
         """Return what a checkpoint holds of planning; empty once the user chose."""
@@ -188,14 +188,14 @@ class Driver:
         self.strategies = {resumed.current: former, BASELINE: start}
         self.after_backward, self.settled = False, resumed.settled
         self.usual = resumed.usual  # a link may have become slower while nothing trained
-        self.watch = LinkWatch(self.usual) if resumed.settled and self.backend.size > 1 else None
+        self.link_watch = LinkWatch(self.usual) if resumed.settled and self.backend.size > 1 else None
         steps = resumed.left if self.replan else 0
         self.phases = self._train_and_plan(steps if resumed.settled else 1)
         self._advance()
 
     def stop(self) -> None:
         """End planning, because the user chose another strategy: nothing of it is measured, tried, or saved."""
-        self.plan, self.gradients, self.current, self.watch, self.usual = None, {}, "", None, None
+        self.plan, self.gradients, self.current, self.link_watch, self.usual = None, {}, "", None, None
         self.after_backward, self.settled = False, True
         self.phases.close()  # its generator waits for steps that will not come
         self._advance()
@@ -204,11 +204,11 @@ class Driver:
         """Train so many steps, plan, and go on by the plan; again and again, since links and steps may change."""
         while True:
             yield steps
-            self.watch, self.usual, self.trying, self.settled = None, None, False, False
+            self.link_watch, self.usual, self.trying, self.settled = None, None, False, False
             self._switch_to(BASELINE)
             try:
                 yield from self._plan()
-                self.watch = LinkWatch() if self.backend.size > 1 else None
+                self.link_watch = LinkWatch() if self.backend.size > 1 else None
             except PlanningError as error:
                 self.gradients, self.after_backward = {}, False
                 self._switch_to(BASELINE)
@@ -333,7 +333,7 @@ class Driver:
             return
         advice = "planning again" if self.replan else 'resume with strategy="auto(replan=...)", which plans again'
         self.print_line(f"grace: auto: {grown}: the link is slower, or shared; {advice}")
-        self.watch = None
+        self.link_watch = None
         if self.replan:
             self._advance()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 import keras
 import tensorflow as tf
 
-from grace.backends.horovod import Compression, Once, compressor_for
+from grace.backends.horovod import Compression, NoHorovodSubclass, compressor_for
 from grace.core.api_names import KERAS
 from grace.core.arguments import accept_grace_argument, check_keras_backend, optimizer_type_error
 from grace.core.backend import Backend
@@ -89,7 +89,7 @@ def _key(variable: AnyVariable) -> int:
     return id(value_of(variable))
 
 
-class DistributedMixin(Once):
+class DistributedMixin(NoHorovodSubclass):
     """Overrides of a Keras optimizer's methods that make it exchange its gradients.
 
     Keras calls ``_clip_gradients`` when it is about to use gradients: after the last of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grace.backends.horovod import Once
+from grace.backends.horovod import NoHorovodSubclass
 from grace.errors import ConfigError
 from grace.torch.step_hooks import around_steps
 
@@ -92,7 +92,7 @@ def detach(session: Any) -> None:
     session.runner.close()
 
 
-class Closable(Once):
+class Closable(NoHorovodSubclass):
     """Base class that gives a distributed optimizer ``close()``, which makes it plain again."""
 
     _grace: Any

@@ -60,7 +60,7 @@ def test_a_run_that_is_resumed_measures_what_is_new(kind, run, tmp_path):
 @KINDS
 @pytest.mark.parametrize(("failure", "ends"), [(WorkerError("the ranks failed"), 1), (KeyboardInterrupt(), 130)])
 def test_what_is_finished_stays(kind, failure, ends, run, tmp_path):
-    def fail(program, settings, others, ranks, rate, watch):
+    def fail(program, settings, others, ranks, rate, on_event):
         if rate is None:
             raise failure
         return FOUND[kind]

@@ -82,7 +82,7 @@ def _train_until_settled(stepper: Stepper) -> tuple[int, int]:
         plain += not auto.trying
     if auto.plan is None:
         raise ExchangeError("nothing was planned; rank 0 has said why")
-    auto.watch = None  # what other plans take is no news of the link
+    auto.link_watch = None  # what other plans take is no news of the link
     return steps, plain
 
 

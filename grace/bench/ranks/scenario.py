@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from grace.backends.launchers import detect
 from grace.bench.common.ending import WorkerError
@@ -36,7 +36,7 @@ def run_scenario(
     arguments: Sequence[str],
     ranks: int,
     rate: float | None,
-    watch: Callable[[Event], None],
+    on_event: Callable[[Event], None],
     engine: str = "torch",
     nodes: int | None = None,
 ) -> Scenario:
@@ -47,7 +47,7 @@ def run_scenario(
         settings: a dataclass, or a dict.
         arguments: further arguments, after the folder.
         rate: bits per second of emulated links; None for loopback.
-        watch: called with each event; the first one has the engine.
+        on_event: called with each event; the first one has the engine.
         nodes: the number of machines that a link joins; one for each rank if left out.
 
     Raises:
@@ -62,22 +62,18 @@ def run_scenario(
             "it without a launcher (grace bench step alone measures over a launcher's ranks)"
         )
     found: Scenario = {}
-    watch({"engine": engine})
+    on_event({"engine": engine})
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
         facts = dict(settings) if isinstance(settings, Mapping) else dataclasses.asdict(settings)
         (folder / "settings.json").write_text(json.dumps(facts))
         (folder / "events.jsonl").touch()
-        events = stack.enter_context((folder / "events.jsonl").open())
-        incomplete = ""
+        events = EventFile(stack.enter_context((folder / "events.jsonl").open()))
 
         def handle_new_events() -> None:
-            nonlocal incomplete
-            *lines, incomplete = (incomplete + events.read()).split("\n")  # the last line may be half written
-            for line in lines:
-                event = json.loads(line)
+            for event in events.read_new():
                 found.update(event.get("scenario", {}))
-                watch(event)
+                on_event(event)
 
         link = None if rate is None else stack.enter_context(Link(nodes or ranks, rate))
         start = stack.enter_context(launcher(engine, ranks, link))
@@ -85,8 +81,22 @@ def run_scenario(
     return found
 
 
-def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watch: Callable[[], None]) -> None:
-    """Run a Python program on all ranks, and return when they have ended; ``watch`` is called meanwhile.
+class EventFile:
+    """File to which rank 0 appends events, a line each, while it is read."""
+
+    def __init__(self, file: TextIO):
+        self.file = file
+        self.incomplete = ""
+        """Last line, if it is half written."""
+
+    def read_new(self) -> list[Event]:
+        """Return the events that were written since the last call."""
+        *lines, self.incomplete = (self.incomplete + self.file.read()).split("\n")
+        return list(map(json.loads, lines))
+
+
+def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, meanwhile: Callable[[], None]) -> None:
+    """Run a Python program on all ranks, and return when they have ended; ``meanwhile`` is called again and again.
 
     The folder gets their stderr: ``launcher.log``, and a file of each rank that has joined the run.
 
@@ -109,14 +119,14 @@ def run_ranks(launcher: RankLauncher, program: Sequence[str], folder: Path, watc
             failed = _failed(processes)
             while not failed and any(process.poll() is None for process in processes):
                 time.sleep(0.1)  # seldom: this process shares the cores with the ranks that it measures
-                watch()
+                meanwhile()
                 failed = _failed(processes)
             failed = failed or _failed(processes)  # the last ones may have failed after the look at them
             if failed:
                 _wait(processes, LAST_WORDS)
         finally:
             end(*processes)
-    watch()  # events of the last 0.1 s
+    meanwhile()  # events of the last 0.1 s
     if failed:
         code = next(iter(failed.values()))
         raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(launcher, failed, folder)}")

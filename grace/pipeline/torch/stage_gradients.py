@@ -344,15 +344,11 @@ class Gradients:
         """Scale all gradients so that their norm, over all stages, is at most ``most``. Return the norm before."""
         first = {name for name, stages in self.holders.items() if stages[0] == self.mesh.stage}
         own = [p.grad for name, p in self.parameters.items() if p.grad is not None and name in first]
-        norms = [float(torch.linalg.vector_norm(gradient.float(), kind)) for gradient in own]
-        local = torch.tensor(norms or [0.0], dtype=torch.float64)
-        if kind == float("inf"):
-            total = torch.tensor(self.mesh.backend.allgather_object(float(local.max()))).max()  # NaN if one is
-        else:
-            # every replica adds the same norm, so each adds its share; a tied parameter counts at its first stage
-            powers = local**kind if kind else local != 0  # torch's norm 0 counts the gradients that are not all zeros
-            own_share = float(powers.sum()) / self.mesh.stage_backend.size
-            total = torch.tensor(sum(self.mesh.backend.allgather_object(own_share)) ** (1 / kind if kind else 1))
+        norms = [_norm(gradient, kind) for gradient in own]
+        # of one replica of each stage: the others have the same gradients
+        received = self.mesh.backend.allgather_object([] if self.mesh.replica else norms)
+        every = [norm for of_rank in received for norm in of_rank] or [0.0]
+        total = torch.linalg.vector_norm(torch.tensor(every, dtype=torch.float64), kind)
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, and a norm of NaN makes all gradients NaN: min(1.0, NaN) were 1.0
         scale = min(most / (float(total) + 1e-6), 1.0)
         for p in self.parameters.values():
@@ -381,6 +377,11 @@ class Loss(torch.autograd.Function):
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[None, None, None, None]:
         ctx.gradients.add(ctx.computed, float(incoming[0]) / ctx.scale)
         return None, None, None, None
+
+
+def _norm(gradient: torch.Tensor, kind: float) -> float:
+    """Return a gradient's norm, computed in float32 or a wider dtype of its own."""
+    return float(torch.linalg.vector_norm(gradient, kind, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 
 
 class _ExchangingOptimizer:

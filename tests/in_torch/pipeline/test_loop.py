@@ -103,7 +103,7 @@ def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("kind", [2.0, 0.0, float("inf")])
+@pytest.mark.parametrize("kind", [2.0, 0.0, -1.0, float("inf"), float("-inf")])
 @on_ranks(4)
 def test_clipping_is_that_of_the_whole_model(kind):
     engine, model = pipeline("TiedEmbedding", stages=2), made("TiedEmbedding")
@@ -113,6 +113,18 @@ def test_clipping_is_that_of_the_whole_model(kind):
     loss_fn(model(*args), target).backward()
     assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, kind)), rel=1e-5)
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
+
+
+def test_norms_of_float64_are_computed_in_float64():
+    grace.init("local")
+    x, y = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2), torch.ones(3, 1, dtype=torch.float64)
+    model = torch.nn.Linear(2, 1, dtype=torch.float64)
+    engine = grace.torch.Pipeline(model, x, torch.nn.functional.mse_loss, optimizer=sgd, profiles=False)
+    engine(x, y).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    assert float(engine.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=1e-14)
+    grace.shutdown()
 
 
 @pytest.mark.parametrize("kind", [2.0, float("inf")])

@@ -30,12 +30,6 @@ from grace.kernels.wire_checks import check_count, check_packed, check_quantized
 
 Tensor = Any
 LOW31 = np.uint32(0x7FFFFFFF)
-SHARED = {
-    "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns",
-    "to_host", "to_device_of", "wait_for", "host_buffer",
-}  # fmt: skip
-"""Methods that are made of others, say that a framework lacks something, or compute nothing. Frameworks override all
-others."""
 
 
 class Kernels:

@@ -5,11 +5,17 @@ import pytest
 import torch
 
 from grace.kernels import Kernels, Stream, kernels_of
-from grace.kernels.reference import SHARED
 from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same
 from tests.support.implementations import ALL, memory, tf
 from tests.support.kernel_cases import every
+
+SHARED = {
+    "given", "eagerly", "addresses", "memory", "on_device", "read", "blank", "random_matrix", "renew_columns",
+    "to_host", "to_device_of", "wait_for", "host_buffer",
+}  # fmt: skip
+"""Methods that are made of others, say that a framework lacks something, or compute nothing. Frameworks override all
+others."""
 
 
 def test_fused_kernels_take_strided_tensors_and_change_strided_out_in_place():

@@ -12,7 +12,7 @@ from grace.core.compressor import Tensor
 from grace.core.waits import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Outcome
-from grace.exchange.header import Header
+from grace.exchange.header import Header, digest
 from grace.exchange.round_trip import BucketProgram
 from grace.exchange.sparse_rows import SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
@@ -55,10 +55,16 @@ class StepRun:
 
     def start_round_trip(self, bucket: Bucket, shards: Sequence[Gradient], rate: tf.Tensor) -> AnyRoundTrip:
         """Start the exchange of a bucket, with eager tensors."""
+        session = self.session
+        session.check_open()
+        # Only one bucket of a step carries the step stamp; reading the tensor costs as much as compressing a small one.
+        if session.needs_lr or bucket.carries_stamps:
+            session.lr, updates = map(float, np.asarray(rate))
+            session.context.updates = int(updates)
+            session.context.hyperparameter_digest = digest(session.lr)
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
-        return self.session.start_round_trip(
-            bucket, shards, [self.present[self.index_of[name]] for name in wholes], rate
-        )
+        present = [self.present[self.index_of[name]] for name in wholes]
+        return self.runner.start_round_trip(bucket, [session.from_tensors(shard) for shard in shards], present)
 
     def join_shards(self, pairs: dict[str, Pair], gradients: Sequence[Gradient]) -> list[Pair]:
         """Return the mean of each variable, joined from the means of its shards.

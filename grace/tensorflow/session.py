@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from grace.core.api_names import KERAS
@@ -17,8 +16,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange.bucket import Bucket, Traffic
-from grace.exchange.header import digest
+from grace.exchange.bucket import Traffic
 from grace.kernels import kernels_of
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
@@ -28,7 +26,7 @@ from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings
 from grace.session.sharding import Shard
 from grace.session.state_schema import SavedState
-from grace.session.step_runner import AnyRoundTrip, StepRunner
+from grace.session.step_runner import StepRunner
 from grace.session.switching import build_replacement, switch_plan
 from grace.strategy.choices import AutoRequest, Choices
 from grace.strategy.execution import StrategyArg, StrategyPlan
@@ -37,7 +35,7 @@ from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.reductions import assign_means, largest, summed
 from grace.tensorflow.representation import Tensors, from_tensors, representation_of
-from grace.tensorflow.sharding import Gradient, Mean, cut, put
+from grace.tensorflow.sharding import Mean, cut, put
 from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
@@ -418,19 +416,6 @@ class Session:
         if self.needs_broadcast:
             self.needs_broadcast = False
             broadcast_initial(self.variables, self.optimizer_variables(), self.backend)
-
-    def start_round_trip(
-        self, bucket: Bucket, gradients: Sequence[Gradient], present: Sequence[bool], rate: tf.Tensor
-    ) -> AnyRoundTrip:
-        """Start the exchange of one bucket, with eager tensors."""
-        assert self.runner is not None
-        self.check_open()
-        # Only one bucket of a step carries the step stamp; reading the tensor costs as much as compressing a small one.
-        if self.needs_lr or bucket.carries_stamps:
-            self.lr, updates = map(float, np.asarray(rate))
-            self.context.updates = int(updates)
-            self.context.hyperparameter_digest = digest(self.lr)
-        return self.runner.start_round_trip(bucket, [self.from_tensors(gradient) for gradient in gradients], present)
 
     def from_tensors(self, value: Any) -> Any:
         """Convert a gradient, or the tensors in nested dicts and lists of a saved state, to those that the exchange

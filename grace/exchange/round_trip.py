@@ -219,7 +219,7 @@ class RoundTrip:
     route: Route
     means: MeanEncoder | None
     """Encoder of the means that the last leg carries; None if it carries what ranks encoded themselves."""
-    error: PayloadError | None = None
+    error: Exception | None = None
     stopped = False
     defers_headers = False
     headers_after_use = False
@@ -281,7 +281,14 @@ class RoundTrip:
         if sends:
             self.advance()
         began = time.perf_counter()
-        self.codec.remember()
+        try:
+            self.codec.remember()
+        except Exception as error:  # raised by a user's memory or compressor
+            if not sends:
+                raise
+            # The collective is under way on all ranks: a bucket that raised here would be started once more by
+            # zero_grad(), without a partner. So finish() raises.
+            self.error = error
         self.traffic.codec_seconds += time.perf_counter() - began
 
     # -- legs ------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class ShardGroup:
         self.modules = {name: layout.module for layout in layouts for name in layout.names}
         self.mesh = max(meshes, key=lambda mesh: mesh.ndim)
         self.ranks: list[int] = self.mesh.mesh.flatten().tolist()
-        self.part = f"shard_{self.ranks.index(torch.distributed.get_rank())}_of_{len(self.ranks)}"
+        self.label = f"shard_{self.ranks.index(torch.distributed.get_rank())}_of_{len(self.ranks)}"
         self.backends: list[TorchBackend] = []
 
     def meet_replicas(self, ranks: Sequence[int], given: str) -> None:

@@ -48,7 +48,7 @@ LARGEST_KEPT = 2.0**95
 class StepStamp(NamedTuple):
     """Step stamp of a rank as it travels: numbers of 1 to 254, or zeros, or :data:`APART`.
 
-    Another number is another wire: raise ``WIRE_FORMAT`` then.
+    A further number makes another wire: raise ``WIRE_FORMAT`` with it (docs/adding.md).
 
     Attributes:
         step: steps exchanged.
@@ -67,7 +67,7 @@ class StepStamp(NamedTuple):
     @property
     def damaged(self) -> bool:
         """True if the check sum is wrong."""
-        return self.check_sum != _check_sum(self.step, self.updates, self.cleared, self.hyperparameters)
+        return self.check_sum != _check_sum(*self[:-1])
 
 
 STAMP_SIZE = len(StepStamp._fields)
@@ -312,16 +312,13 @@ def step_stamp(context: AnyContext) -> StepStamp:
         return APART
     # Two digests may be equal modulo CYCLE. Mixed with the step, which ranks compare first, they are so in few steps.
     mixed = zlib.crc32(b"%d %d" % (context.step % CYCLE, context.hyperparameter_digest))
-    step, updates, cleared, hyperparameters = [
-        1 + n % CYCLE for n in (context.step, context.updates, context.cleared, mixed)
-    ]
-    check_sum = _check_sum(step, updates, cleared, hyperparameters)
-    return StepStamp(step, updates, cleared, hyperparameters, check_sum)
+    numbers = [1 + n % CYCLE for n in (context.step, context.updates, context.cleared, mixed)]
+    return StepStamp._make([*numbers, _check_sum(*numbers)])
 
 
-def _check_sum(step: int, updates: int, cleared: int, hyperparameters: int) -> int:
+def _check_sum(*numbers: int) -> int:
     # Unequal factors: numbers in each other's places show as well.
-    return 1 + (step + 2 * updates + 3 * cleared + 4 * hyperparameters) % CYCLE
+    return 1 + sum([factor * number for factor, number in enumerate(numbers, 1)]) % CYCLE
 
 
 def compare_stamps(

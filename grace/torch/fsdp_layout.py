@@ -182,7 +182,7 @@ class ShardGroup:
         layouts: the layouts of the model's modules.
         modules: the module that shards each parameter, by the parameter's name.
         ranks: the numbers of these ranks in the run.
-        part: name, in saved states, of the parts of parameters that this rank has.
+        label: label, in saved states, of the parts of parameters that this rank has.
         backends: backends over these ranks, one for each axis; none before :meth:`connect`.
     """
 

@@ -32,7 +32,7 @@ class ScatterMerge(Communicator):
     """
 
     name = "scatter_merge"
-    cuts, codec = True, MergeCodec
+    cuts, codec_class = True, MergeCodec
 
     # Not "none", the default of other communicators: only sparsifiers have entries to merge.
     def __init__(

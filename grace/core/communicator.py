@@ -88,7 +88,7 @@ class Communicator(Component):
     """True if one rank averages for all ranks, and sends the means back."""
     cuts: ClassVar[bool] = False
     """True if each rank owns a piece of every variable, and averages it."""
-    codec: ClassVar[type | None] = None
+    codec_class: ClassVar[type | None] = None
     """The class of its own bucket codec (:class:`grace.exchange.codec.PerVariableCodec`); None to have one chosen."""
     can_defer: bool = True
     """True if headers on a device may be read at the end of the step."""

@@ -73,10 +73,10 @@ class FusedCodec(PerVariableCodec):
             for start, payloads in zip(self.starts, placed, strict=True)
             for payload in payloads
         ]
-        self.codec = kind([n for each in sizes for n in each], in_buffer, **options)
-        self.codec_of_means = self.codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
-        self.streams = Streams(self._stream_names(), self.context, self.codec.draws)
-        unfinished = self.by_kernels and self.codec.unfinished
+        self.kernel_codec = kind([n for each in sizes for n in each], in_buffer, **options)
+        self.kernel_codec_of_means = self.kernel_codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
+        self.streams = Streams(self._stream_names(), self.context, self.kernel_codec.draws)
+        unfinished = self.by_kernels and self.kernel_codec.unfinished
         keeper = moments_of(self.compressor) or self.memory
         self.residuals = DoubleBuffer(keeper, self.kernels, names, shapes, self if unfinished else None, owners)
         subtrahends = np.broadcast_to(
@@ -93,7 +93,7 @@ class FusedCodec(PerVariableCodec):
             starts = np.cumsum([0, *((n + 3) // 4 * 4 for n in sizes[owner])])
             self.mean_offsets, self.mean_room = (4 * starts[:-1]).astype(np.uint64), int(starts[-1])
             mine = shapes if self.pieces is None else [(n,) for n in sizes[owner]]
-            finisher = self.codec_of_means if unfinished else None
+            finisher = self.kernel_codec_of_means if unfinished else None
             self.mean_residuals = DoubleBuffer(self.mean_compression.memory, self.kernels, names, mine, finisher)
 
     def placed(self, owner: int) -> list[list[Placed]]:
@@ -136,16 +136,18 @@ class FusedCodec(PerVariableCodec):
         largest_bits = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
         if not header.program.detects_overflow:  # the received sum shows overflows, so nothing is checked here
             largest_bits = ANY_BITS
-        words = self.streams.now() if self.codec.draws else self.streams.words
+        words = self.streams.now() if self.kernel_codec.draws else self.streams.words
         wire = np.uint64(self.target[0])
         rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
         if self.owners > 1:
             rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
         if self.by_kernels:
-            self.codec.step = self.context.device_step
-            header.in_range = self.codec.encode(rows, factors, wire, largest_bits, words, self._device_header(header))
+            self.kernel_codec.step = self.context.device_step
+            header.in_range = self.kernel_codec.encode(
+                rows, factors, wire, largest_bits, words, self._device_header(header)
+            )
         else:
-            finite = self.codec.encode(rows, factors, wire, largest_bits, words)
+            finite = self.kernel_codec.encode(rows, factors, wire, largest_bits, words)
             if self.owners > 1:
                 finite = [all(finite[i :: len(self.names)]) for i in range(len(self.names))]
             header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
@@ -179,7 +181,7 @@ class FusedCodec(PerVariableCodec):
 
     def finish(self, rows: np.ndarray, subtrahends: Tensor) -> None:
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
-        self.codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, subtrahends)
+        self.kernel_codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, subtrahends)
 
     def remember(self) -> None:
         if not self.fused:
@@ -216,18 +218,18 @@ class FusedCodec(PerVariableCodec):
             return None
         residuals.rows[:, GRADIENT] = outs = np.uint64(means[0]) + self.mean_offsets
         count, scale = self.context.size, self.context.loss_scale
-        if not self.codec_of_means.decode(outs, np.array(sources, np.uint64), count, scale):
+        if not self.kernel_codec_of_means.decode(outs, np.array(sources, np.uint64), count, scale):
             return None
         largest_bits = LARGEST_KEPT_BITS if self.mean_compression.memory.stateful else LARGEST_BITS
         given = residuals.rows, residuals.factors, np.uint64(target[0]), largest_bits, self.streams.now()[-1]
         if not self.by_kernels:
-            finite: list[Flag] = self.codec_of_means.encode(*given)
+            finite: list[Flag] = self.kernel_codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
         numbers = [*[PRESENT] * len(self.names), *header.own_stamp]
         received_statuses = [source + body for source in sources]
         on_device = DeviceHeader([body], "uint8", numbers, OVERFLOW, received_statuses)
-        return list(self.codec_of_means.encode(*given, on_device))
+        return list(self.kernel_codec_of_means.encode(*given, on_device))
 
     def write_means(self, statuses: list[Status], stamps: Stamps) -> tuple[Tensor, Layout]:
         if not self.means_fused:
@@ -279,7 +281,7 @@ class FusedCodec(PerVariableCodec):
             begins = np.repeat(begins - self.starts, len(outs))[None]
             outs = (outs + self.offsets).reshape(-1)
         count = self.divisor if self.mean_compression is None else 1
-        return bool(self.codec.decode(outs, begins, count, self.context.loss_scale))
+        return bool(self.kernel_codec.decode(outs, begins, count, self.context.loss_scale))
 
     def _decoding_ctxs(self, like: Sequence[Tensor]) -> list[tuple[Payload, Ctx]]:
         """Return the ctxs that decode payloads variable by variable, made from shapes, in the form of ``encoded``:
@@ -326,13 +328,13 @@ class FusedRounds(FusedCodec):
     def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
         if not self.started.swap(gradients[0]):
             return False
-        self.codec.start_from(self.started.rows[:, RESIDUAL], self.started.rows[:, NEXT_RESIDUAL])
+        self.kernel_codec.start_from(self.started.rows[:, RESIDUAL], self.started.rows[:, NEXT_RESIDUAL])
         return super()._encode(gradients, header)
 
     def receive(self, total: Tensor) -> Tensor | None:
         if not self.fused:
             return None
-        return self.codec.receive(total, self.divisor, self.round + 1 == len(self.known))
+        return self.kernel_codec.receive(total, self.divisor, self.round + 1 == len(self.known))
 
     def next_round(self, total: Tensor, header: Header) -> Tensor:
         if not self.fused:
@@ -342,7 +344,9 @@ class FusedRounds(FusedCodec):
         self.layouts = [layout]
         if self.second_wire is None:
             self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
-        self.codec.follow(self.second_wire, layout.device_header(header.statuses(later_round=True), header.own_stamp))
+        self.kernel_codec.follow(
+            self.second_wire, layout.device_header(header.statuses(later_round=True), header.own_stamp)
+        )
         return self.second_wire
 
     def decode(
@@ -356,7 +360,7 @@ class FusedRounds(FusedCodec):
         if places is None:  # kernels cannot write to these tensors: decode into others, and copy
             given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]
             places = k.addresses(given)
-        self.codec.decode(np.array(places, np.uint64), (), self.divisor, self.context.loss_scale)
+        self.kernel_codec.decode(np.array(places, np.uint64), (), self.divisor, self.context.loss_scale)
         for out, mean in zip(found, given, strict=True):
             if out is not mean:
                 k.divide(out, mean, 1)
@@ -378,13 +382,13 @@ class DoubleBuffer:
             variable itself, by the same ``recall`` and ``keep``.
         kernels: the kernels of the gradients' framework and device.
         names, shapes: names and shapes of the variables.
-        codec: the codec that finishes residuals, if it leaves them unfinished; else None.
+        finisher: the codec that finishes residuals, if it leaves them unfinished; else None.
         pieces: number of pieces of each variable, which have their own numbers to be subtracted.
 
     Attributes:
         rows: addresses, uint64, a row for each variable; its columns are :data:`GRADIENT`, :data:`RESIDUAL` and
-            :data:`NEXT_RESIDUAL`, and with a codec :data:`SUBTRAHENDS` and :data:`NEXT_SUBTRAHENDS` of the first piece;
-            those of each next piece follow those of all variables.
+            :data:`NEXT_RESIDUAL`, and with a finisher :data:`SUBTRAHENDS` and :data:`NEXT_SUBTRAHENDS` of the first
+            piece; those of each next piece follow those of all variables.
         factors: float32 of shape (variables, 2): factors of residuals and of gradients.
     """
 
@@ -394,14 +398,14 @@ class DoubleBuffer:
         kernels: Kernels,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
-        codec: Any = None,
+        finisher: Any = None,
         pieces: int = 1,
     ):
         self.memory: Any = memory if hasattr(memory, "recall") else None
         self.kernels = kernels
         self.names = list(names)
         self.shapes = list(shapes)
-        self.codec = codec
+        self.finisher = finisher
         self.pieces = pieces
         self.buffers: list[list[Tensor]] = []
         self.addresses: list[np.ndarray] = []
@@ -413,7 +417,9 @@ class DoubleBuffer:
         self.source, self.target = np.zeros((2, len(self.names)), np.int64)
         """For each variable the number of the buffer that its residual is in, or :data:`NEITHER`; and of the one that
         its next residual is written to."""
-        self.rows = np.zeros((len(self.names), NEXT_RESIDUAL + 1 if codec is None else NEXT_SUBTRAHENDS + 1), np.uint64)
+        self.rows = np.zeros(
+            (len(self.names), NEXT_RESIDUAL + 1 if finisher is None else NEXT_SUBTRAHENDS + 1), np.uint64
+        )
         self.factors = np.ones((len(self.names), 2), np.float32)
         self.next_residuals: list[Tensor] = []
         self.newest = 0
@@ -431,7 +437,7 @@ class DoubleBuffer:
             return True
         if not self.buffers:
             self._make_buffers(like)
-        with memory.state.without_deferred() if self.codec is not None else contextlib.nullcontext():
+        with memory.state.without_deferred() if self.finisher is not None else contextlib.nullcontext():
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
@@ -447,7 +453,7 @@ class DoubleBuffer:
             self.newest = target
         elif not self._find_each(residuals):
             return False
-        if self.codec is not None:
+        if self.finisher is not None:
             variables = range(len(self.names))
             self.rows[:, SUBTRAHENDS] = self.subtrahend_addresses[self.source, variables]
             self.rows[:, NEXT_SUBTRAHENDS] = self.subtrahend_addresses[self.target, variables]
@@ -485,7 +491,7 @@ class DoubleBuffer:
         k = self.kernels
         self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
         self.addresses = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
-        if self.codec is not None:
+        if self.finisher is not None:
             self.subtrahends = k.zeros((3, self.pieces, len(self.names), 2), "float32", like)
             begins = np.array(k.addresses([self.subtrahends]), np.uint64)
             numbers = np.arange(3 * self.pieces * len(self.names), dtype=np.uint64).reshape(3, self.pieces, -1)
@@ -496,7 +502,7 @@ class DoubleBuffer:
         back: then the next :meth:`swap` finds the former ones in the other buffer."""
         for name, residual in zip(self.names, self.next_residuals, strict=self.memory is not None):
             self.memory.keep(name, residual)
-            if self.codec is not None:
+            if self.finisher is not None:
                 self.memory.state.deferred[name] = self
 
     def finish(self) -> None:
@@ -505,7 +511,7 @@ class DoubleBuffer:
         for buffer in (0, 1):
             rows = np.zeros_like(self.rows)
             rows[:, RESIDUAL], rows[:, SUBTRAHENDS] = self.addresses[buffer], self.subtrahend_addresses[buffer]
-            self.codec.finish(rows, self.subtrahends[buffer])
+            self.finisher.finish(rows, self.subtrahends[buffer])
 
     def write(self, into: Callable[[Tensor, Tensor], None]) -> None:
         """Copy the numbers that are to be subtracted, when the next residuals are copied over the committed ones by

@@ -17,13 +17,14 @@ one wire carries the stamps of all ranks (a sum, a root's answer), each rank has
 write 0.
 
 On a CPU a header is read when it arrives. On a device it stays there: the round trip continues as if no status were
-bad, and :func:`resolve` reads the headers of all of a step's round trips at once.
+bad, and :func:`resolve_headers` reads the headers of all of a step's round trips at once.
 """
 
 import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from grace.core.communicator import Communicator
@@ -47,7 +48,7 @@ LARGEST_KEPT = 2.0**95
 class StepStamp(NamedTuple):
     """Step stamp of a rank as it travels: numbers of 1 to 254, or zeros, or :data:`APART`.
 
-    Another number is another wire: raise ``WIRE_FORMAT`` then.
+    A further number makes another wire: raise ``WIRE_FORMAT`` with it (docs/adding.md).
 
     Attributes:
         step: steps exchanged.
@@ -66,7 +67,7 @@ class StepStamp(NamedTuple):
     @property
     def damaged(self) -> bool:
         """True if the check sum is wrong."""
-        return self.check_sum != _check_sum(self.step, self.updates, self.cleared, self.hyperparameters)
+        return self.check_sum != _check_sum(*self[:-1])
 
 
 STAMP_SIZE = len(StepStamp._fields)
@@ -79,7 +80,7 @@ DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], object], Sequen
 for a flag, which is 1)."""
 
 
-def resolve(round_trips: Sequence[Any]) -> None:
+def resolve_headers(round_trips: Sequence[Any]) -> None:
     """Run all reads that the headers of round trips have deferred, in one copy.
 
     Raises:
@@ -213,15 +214,15 @@ class Header:
         if not self.stamp or self.out_of_step or self.hyperparameters_differ:
             return bool(self.out_of_step)
         stamps = [wire[layout.stamps] for layout, wire in zip(layouts, wires, strict=True)]
-        if not self.on_device:
-            return self._compare([self.kernels.to_list(part) for part in stamps], self.context)
-        self.received = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]
-        here = self.context
-        then = dataclasses.replace(here) if isinstance(here, Context) else here  # the context goes on meanwhile
-        self.read(stamps, lambda numbers: self._compare(numbers, then))
-        return False
+        context = self.context
+        if self.on_device:
+            self.received = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]
+            # The context goes on before the stamps are read.
+            context = dataclasses.replace(context) if isinstance(context, Context) else context
+        self.read(stamps, partial(self._compare, context))
+        return bool(self.out_of_step)
 
-    def _compare(self, found: list[list[float]], context: Any) -> bool:
+    def _compare(self, context: Any, found: list[list[float]]) -> None:
         numbers = found[0]
         if len(found) > 1 and self.program.shares_stamps:
             numbers = [sum(of_all) for of_all in zip(*found, strict=True)]
@@ -232,14 +233,13 @@ class Header:
         self.received = received
         # The usual step: all ranks have sent what this one has. One comparison, because every step makes it.
         if received == self.stamp * (len(received) // STAMP_SIZE):
-            return False
+            return
         stamps = [StepStamp(*received[i : i + STAMP_SIZE]) for i in range(0, len(received), STAMP_SIZE)]
         number_of = self.program.communicator.backend.number_of
         why, differ = compare_stamps(stamps, context, number_of)
         self.hyperparameters_differ = differ and not context.partial
         if why and not self.hyperparameters_differ:
             self.out_of_step = context.out_of_step or f"rank {number_of(context.rank)}: {why}"
-        return bool(self.out_of_step)
 
     # -- statuses --------------------------------------------------------------------------------------
 
@@ -282,7 +282,8 @@ class Header:
     def read(
         self, tensors: Sequence[Flag], then: Callable[[list[list[float]]], object], well: Sequence[float | None] = ()
     ) -> None:
-        """Call ``then`` with the numbers in tensors (or bools): at once, or on a device when :func:`resolve` reads.
+        """Call ``then`` with the numbers in tensors (or bools): at once, or on a device when :func:`resolve_headers`
+        reads them.
 
         Args:
             well: the number that each tensor holds if all is well; see :data:`DeferredRead`.
@@ -311,16 +312,13 @@ def step_stamp(context: AnyContext) -> StepStamp:
         return APART
     # Two digests may be equal modulo CYCLE. Mixed with the step, which ranks compare first, they are so in few steps.
     mixed = zlib.crc32(b"%d %d" % (context.step % CYCLE, context.hyperparameter_digest))
-    step, updates, cleared, hyperparameters = [
-        1 + n % CYCLE for n in (context.step, context.updates, context.cleared, mixed)
-    ]
-    check_sum = _check_sum(step, updates, cleared, hyperparameters)
-    return StepStamp(step, updates, cleared, hyperparameters, check_sum)
+    numbers = [1 + n % CYCLE for n in (context.step, context.updates, context.cleared, mixed)]
+    return StepStamp._make([*numbers, _check_sum(*numbers)])
 
 
-def _check_sum(step: int, updates: int, cleared: int, hyperparameters: int) -> int:
+def _check_sum(*numbers: int) -> int:
     # Unequal factors: numbers in each other's places show as well.
-    return 1 + (step + 2 * updates + 3 * cleared + 4 * hyperparameters) % CYCLE
+    return 1 + sum([factor * number for factor, number in enumerate(numbers, 1)]) % CYCLE
 
 
 def compare_stamps(

@@ -13,11 +13,11 @@ Flags say how overflows are found, and when headers are read::
                              header        user's; or this rank lacks a gradient   not say more than payloads
     sizes_unknown            program       the method declares no payload sizes    ranks compare layouts first
     on_device                program       dense gradients are on a GPU, where     trips go on as if no status were
-                                           reading makes the host wait; and the    bad; resolve reads headers later
+                                           reading makes the host wait; and the    bad; resolve_headers reads later
                                            communicator does not need to read
     guards_state             contribution  a memory, a compressor or an anchor     see payloads_show_overflow
                                            keeps state, which Inf would spoil
-    defers_headers           trip          the session reads the headers of all    finish does not call resolve
+    defers_headers           trip          the session reads the headers of all    finish does not call resolve_headers
                                            trips at the end of the step
     headers_after_use        trip          means are applied before headers are    means that overflowed become NaN
                                            read, as in hooks of DDP and FSDP       on the device, if they may hide it
@@ -44,7 +44,7 @@ from grace.exchange.fused_codec import fused_codec
 from grace.exchange.header import (
     PRESENT,
     Header,
-    resolve,
+    resolve_headers,
     shares_stamps,
 )
 from grace.exchange.layout import Layout
@@ -122,8 +122,8 @@ class BucketProgram:
             kind = SparseGradientCodec
         elif communicator.moves_payloads:
             kind = SendReceiveCodec
-        elif communicator.codec is not None:
-            kind = communicator.codec
+        elif communicator.codec_class is not None:
+            kind = communicator.codec_class
         codec = kind(self.bucket, self.kernels, self.on_device)
         # Kernels write to offsets that are fixed beforehand, so they need the layouts of all rounds.
         if kind is PerVariableCodec and self.bucket.fuses and all(codec.known):
@@ -219,7 +219,7 @@ class RoundTrip:
     route: Route
     means: MeanEncoder | None
     """Encoder of the means that the last leg carries; None if it carries what ranks encoded themselves."""
-    error: PayloadError | None = None
+    error: Exception | None = None
     stopped = False
     defers_headers = False
     headers_after_use = False
@@ -281,7 +281,14 @@ class RoundTrip:
         if sends:
             self.advance()
         began = time.perf_counter()
-        self.codec.remember()
+        try:
+            self.codec.remember()
+        except Exception as error:  # raised by a user's memory or compressor
+            if not sends:
+                raise
+            # The collective is under way on all ranks: a bucket that raised here would be started once more by
+            # zero_grad(), without a partner. So finish() raises.
+            self.error = error
         self.traffic.codec_seconds += time.perf_counter() - began
 
     # -- legs ------------------------------------------------------------------------------------------
@@ -629,7 +636,7 @@ class RoundTrip:
             for i, outcome in enumerate(self.outcomes):
                 outcome.value = self.kernels.add(outcome.value, poison[i])
         if self.header.deferred_reads and not self.defers_headers:
-            resolve([self])
+            resolve_headers([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return list(self.outcomes)
 

@@ -132,12 +132,12 @@ class _Wires:
         """Return the codec that lays out the bucket's wires. If variables are cut it is that of the first owner, whose
         pieces are the longest."""
         communicator, variables, ranks = bucket.communicator, bucket.variables, engine.ranks
-        if communicator.cuts and communicator.codec is None:
+        if communicator.cuts and communicator.codec_class is None:
             variables = [dataclasses.replace(v, shape=(-(-v.numel // ranks),)) for v in variables]
             ranks = 1
         communicator = communicator.with_context(Context(size=ranks, step=AFTER_WARMUP))
         own = Bucket(bucket.index, communicator, variables, carries_stamps=bucket.carries_stamps)
-        codec: PerVariableCodec = (communicator.codec or PerVariableCodec)(own, NumpyKernels(), not engine.on_cpu)
+        codec: PerVariableCodec = (communicator.codec_class or PerVariableCodec)(own, NumpyKernels(), not engine.on_cpu)
         return codec
 
     def _estimate(self) -> Layout:

@@ -81,7 +81,7 @@ def _assemble_state(runner: StepRunner) -> SavedState:
         "state": runner.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
         **({"plan": plan} if plan else {}),
-        **({"part": runner.part} if runner.part else {}),
+        **({"part": runner.shard_label} if runner.shard_label else {}),
     }
 
 
@@ -375,8 +375,8 @@ def prepare(
     loaded = Loaded(saved["step"], saved["id"], float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
-    if saved.get("part", "") != runner.part:
-        before, now = (part or "whole parameters" for part in (saved.get("part"), runner.part))
+    if saved.get("part", "") != runner.shard_label:
+        before, now = (part or "whole parameters" for part in (saved.get("part"), runner.shard_label))
         why = f"the checkpoint is of {before}, and this rank has {now}"
         if strict:
             raise ConfigError(f"{why}. Let every rank load its own, {how}")

@@ -19,7 +19,7 @@ from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
-from grace.exchange.header import resolve
+from grace.exchange.header import resolve_headers
 from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, round_trip_of
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
@@ -141,7 +141,7 @@ class StepRunner:
         """True if a communicator keeps state between steps."""
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
-        self._committed_parts: list[Component] | None = None
+        self._step_components: list[Component] | None = None
         self._carried_over_owner = CarriedOver()
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
         self.carried_over = self._carried_over_owner.state
@@ -155,10 +155,10 @@ class StepRunner:
         self.settings: list[tuple[str, str]] = []
         self.compress_after = 0
         """Number of first steps that are exchanged uncompressed, unless a strategy sets it."""
-        self.part = ""
-        """Name of the parts that this rank has if parameters are sharded, for checkpoints."""
+        self.shard_label = ""
+        """Label of the parts that this rank has if parameters are sharded, for checkpoints."""
         self.callbacks = SessionCallbacks()
-        self.resolve: Callable[[Sequence[AnyRoundTrip]], None] = resolve
+        self.resolve_headers: Callable[[Sequence[AnyRoundTrip]], None] = resolve_headers
         """Reads the headers of a step's round trips. CUDA graphs, which cannot read, replace it."""
 
     def _make_buckets(self, shards: Sequence[Shard]) -> list[Bucket]:
@@ -353,7 +353,7 @@ class StepRunner:
         try:
             for trip in self.in_flight:
                 outcomes += trip.finish(outs(trip.bucket))
-            self.resolve(self.in_flight)
+            self.resolve_headers(self.in_flight)
         except PayloadError:
             # The round trips stay under way: the error is raised again until the caller discards the step.
             self._roll_back()
@@ -375,7 +375,7 @@ class StepRunner:
         Raises:
             StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
         """
-        resolve(trips)
+        resolve_headers(trips)
         for trip in trips:
             if trip.header.hyperparameters_differ:
                 mine = self.callbacks.hyperparameters() if hyperparameters is None else hyperparameters
@@ -520,7 +520,7 @@ class StepRunner:
         self.waits_for_step = self.waits_for_step and keep and bool(outcomes)
         missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
         self.context.step += not discarded
-        for component in self._parts_of_steps():
+        for component in self.step_components():
             if not keep:
                 component.state.rollback()
                 continue
@@ -541,7 +541,7 @@ class StepRunner:
             discarded: names of whole variables.
         """
         shards = [shard.variable.name for name in discarded for shard in self.shards_of[name]]
-        for component in self._parts_of_steps():
+        for component in self.step_components():
             for name in shards:
                 component.state.rollback(name)
             component.state.commit()
@@ -564,18 +564,18 @@ class StepRunner:
 
     def _roll_back(self) -> None:
         self.waits_for_step = False
-        for component in self._parts_of_steps():
+        for component in self.step_components():
             component.state.rollback()
 
-    def _parts_of_steps(self) -> list[Component]:
+    def step_components(self) -> list[Component]:
         """Return the parts whose state is committed or rolled back at the end of a step."""
-        if self._committed_parts is not None:
-            return self._committed_parts
+        if self._step_components is not None:
+            return self._step_components
         own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
         parts = [self._carried_over_owner, *(part for c in own for part in c.stateful_parts.values())]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
-            self._committed_parts = parts
+            self._step_components = parts
         return parts
 
     # -- steps that are given up -----------------------------------------------------------------------

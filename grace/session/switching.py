@@ -87,7 +87,7 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     )
     # What checkpoints do not hold.
     made.callbacks = former.callbacks
-    made.part = former.part
+    made.shard_label = former.shard_label
     made.warned_own_state = former.warned_own_state
     made.traffic = former.traffic
     if former.outer_rounds:

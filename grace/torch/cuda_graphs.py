@@ -73,7 +73,7 @@ def capture(optimizer: torch.optim.Optimizer, step: Callable[[], T], warm_up: in
         result = step()
         optimizer.step()
     counts.subtract_capture()  # a capture runs the step's Python, but no kernels
-    states = [part.state for part in session.runner._parts_of_steps()]
+    states = [part.state for part in session.runner.step_components()]
     return CapturedStep(session.context, graph, device_step, counts, result, states)
 
 
@@ -127,17 +127,17 @@ def ending_on_device(session: HookedSession, device_step: torch.Tensor | None) -
     """
     runner = session.runner
     context = session.context
-    resolve_before = runner.resolve
-    runner.resolve = partial(_resolve_on_device, runner, device_step)
+    read_on_host = runner.resolve_headers
+    runner.resolve_headers = partial(commit_on_device, runner, device_step)
     context.device_step = device_step
     try:
         yield
     finally:
-        runner.resolve = resolve_before
+        runner.resolve_headers = read_on_host
         context.device_step = None
 
 
-def _resolve_on_device(runner: StepRunner, device_step: torch.Tensor | None, trips: Sequence[RoundTrip]) -> None:
+def commit_on_device(runner: StepRunner, device_step: torch.Tensor | None, trips: Sequence[RoundTrip]) -> None:
     """Commit the state of memories on the device if the means of all round trips are in range, else keep the old state.
 
     Raises:
@@ -156,7 +156,7 @@ def _resolve_on_device(runner: StepRunner, device_step: torch.Tensor | None, tri
         """Overwrite a kept tensor with the staged one, in place, if all means are in range."""
         kept.copy_(staged if in_range is None else torch.where(in_range, staged, kept))
 
-    for component in runner._parts_of_steps():
+    for component in runner.step_components():
         component.state.write(write)
     if device_step is not None:
         device_step.add_(1)

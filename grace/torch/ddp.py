@@ -19,7 +19,7 @@ from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip
-from grace.exchange.header import digest, resolve
+from grace.exchange.header import digest, resolve_headers
 from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
@@ -297,7 +297,7 @@ class DDPState(PythonReducerMixin):
 
     def _overflowed(self) -> bool:
         """Return True if a gradient of the step in progress overflowed on any rank."""
-        resolve(self.trips)
+        resolve_headers(self.trips)
         return any([outcome.overflow for outcome in self.outcomes])
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class Memories:
             )
         checkpoint.check_mode(memory)
         runner = owner.runner if isinstance(owner, DDPState) else owner._grace.runner
-        self.key = f"{KEY}.{runner.part}" if runner.part else KEY
+        self.key = f"{KEY}.{runner.shard_label}" if runner.shard_label else KEY
         self.owner = owner
         self.memory = memory
         if isinstance(owner, StateMixin):

@@ -15,7 +15,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
-from grace.exchange.header import resolve
+from grace.exchange.header import resolve_headers
 from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.session import checkpoint
 from grace.session.metrics import metrics
@@ -128,7 +128,7 @@ class FSDPState(DDPState):
         """Return True if a gradient of the step in progress overflowed on a rank of the shard group. One collective a
         step."""
         if self.any_overflow is None:
-            resolve(self.trips)
+            resolve_headers(self.trips)
             overflow = any([outcome.overflow for outcome in self.outcomes])
             place = f"the comparison of gradients at step {self.runner.context.step}"
             self.any_overflow = self.shard_group.any(overflow, place)
@@ -142,7 +142,7 @@ class FSDPState(DDPState):
         Raises:
             ExchangeError: gradients were exchanged, and no optimizer has used them yet.
         """
-        return {self.shard_group.part: self.full_state_dict(packed=True)}
+        return {self.shard_group.label: self.full_state_dict(packed=True)}
 
     def load_state_dict(self, state: dict[str, Any] | bytes | None, memory: str = "strict") -> None:
         """Restore a result of :meth:`state_dict`, on as many shards, and any number of replicas;
@@ -157,7 +157,7 @@ class FSDPState(DDPState):
         def read() -> SavedState | None:
             """Return this rank's entry of the state to load."""
             self._close_settled_step()
-            part = self.shard_group.part
+            part = self.shard_group.label
             if not isinstance(state, dict) or part not in state:
                 found = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
                 raise ConfigError(

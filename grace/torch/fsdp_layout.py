@@ -182,7 +182,7 @@ class ShardGroup:
         layouts: the layouts of the model's modules.
         modules: the module that shards each parameter, by the parameter's name.
         ranks: the numbers of these ranks in the run.
-        part: name, in saved states, of the parts of parameters that this rank has.
+        label: label, in saved states, of the parts of parameters that this rank has.
         backends: backends over these ranks, one for each axis; none before :meth:`connect`.
     """
 
@@ -192,7 +192,7 @@ class ShardGroup:
         self.modules = {name: layout.module for layout in layouts for name in layout.names}
         self.mesh = max(meshes, key=lambda mesh: mesh.ndim)
         self.ranks: list[int] = self.mesh.mesh.flatten().tolist()
-        self.part = f"shard_{self.ranks.index(torch.distributed.get_rank())}_of_{len(self.ranks)}"
+        self.label = f"shard_{self.ranks.index(torch.distributed.get_rank())}_of_{len(self.ranks)}"
         self.backends: list[TorchBackend] = []
 
     def meet_replicas(self, ranks: Sequence[int], given: str) -> None:

@@ -30,23 +30,19 @@ def gradient_hook(number: int, name: str) -> Callable[[torch.nn.Parameter], None
     session = weakref.ref(_sessions[number])  # a parameter's hook is never collected, nor is anything that it refers to
 
     def offer_gradient(parameter: torch.nn.Parameter) -> None:
-        """Mark the parameter's gradient as ready if the session is still alive."""
-        alive = session()
-        if alive is not None:
-            alive.mark_ready(name, parameter.grad)
-
-    untraced = torch.compiler.disable(offer_gradient)
-
-    def traceable(parameter: torch.nn.Parameter) -> None:
-        """Run the hook in a form that fits the mode torch runs in: eager, compiling, or compiled autograd."""
+        """Mark the parameter's gradient as ready if the session is still alive, in a form that fits the mode torch runs
+        in: eager, compiling, or compiled autograd."""
         if not torch.compiler.is_dynamo_compiling():
-            offer_gradient(parameter)
+            alive = session()
+            if alive is not None:
+                alive.mark_ready(name, parameter.grad)
         elif not torch._dynamo.compiled_autograd.in_compiled_autograd_region:
             untraced(parameter)  # backward() is called inside a compiled function, but is not compiled itself
         elif parameter.grad is not None:
             mark_ready(parameter.grad, number, name)
 
-    return traceable
+    untraced = torch.compiler.disable(offer_gradient)
+    return offer_gradient
 
 
 @torch.library.custom_op("grace::mark_ready", mutates_args=("gradient",))

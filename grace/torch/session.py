@@ -206,7 +206,7 @@ class Session:
             self._check_plan(runner)
             if self.shard_group is not None:
                 self.shard_group.connect()
-                runner.part = self.shard_group.part
+                runner.shard_label = self.shard_group.label
         except BaseException:
             runner.close()
             raise
@@ -247,7 +247,7 @@ class Session:
         sharded: Collection[str] = ()
         if self.shard_group is not None:
             sharded = self.shard_group.modules
-            facts.append(("this rank's parts of parameters", self.shard_group.part))
+            facts.append(("this rank's parts of parameters", self.shard_group.label))
             whole = [name for name in own if name not in sharded and not hasattr(own[name], "device_mesh")]
             if whole:
                 raise ConfigError(

@@ -318,7 +318,7 @@ def unpack_state(saved: object) -> Any:
 
 def _key(runner: StepRunner) -> str:
     """Return the key of this rank's memories."""
-    return f"{KEY}{runner.backend.rank}" + (f".{runner.part}" if runner.part else "")
+    return f"{KEY}{runner.backend.rank}" + (f".{runner.shard_label}" if runner.shard_label else "")
 
 
 def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any], SavedState | None]:

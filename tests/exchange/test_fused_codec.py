@@ -126,14 +126,14 @@ def a_damaged_position():
     before = trained.remembered()
     if grace.rank():
         codec = bucket.program.codec
-        encode, (_, coded) = codec.codec.encode, codec.layouts[0].placed()[0]
+        encode, (_, coded) = codec.kernel_codec.encode, codec.layouts[0].placed()[0]
 
         def damaging(*args):
             sound = encode(*args)
             codec.buffer[coded.offset + 3] = 0x7F
             return sound
 
-        codec.codec.encode = damaging
+        codec.kernel_codec.encode = damaging
     with pytest.raises(PayloadError) as caught:
         trained.step([torch.ones(BIG)], [True])
     assert trained.remembered() == before

@@ -34,12 +34,12 @@ def steps(spec, there):
             if number in BAD and grace.rank() == 1:
                 given["vector"].flat[3] = BAD[number]
             model.backward(given)
-            parts = optimizer._grace.runner._parts_of_steps()
+            parts = optimizer._grace.runner.step_components()
             kept = {n: id(v) for part in parts for n, v in part.state.committed.items()}
             with ending_on_device(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
                 optimizer.synchronize()
             if there and number > 1:  # in place, as a graph needs it
-                parts = optimizer._grace.runner._parts_of_steps()
+                parts = optimizer._grace.runner.step_components()
                 assert kept == {n: id(v) for part in parts for n, v in part.state.committed.items()}
             means = {n: torch.nan_to_num(g, nan=1234.5) for n, g in gradients(model).items()}  # NaNs have many bits
             optimizer.step()
@@ -129,7 +129,7 @@ def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
 def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
     optimizer = alone("topk(ratio=0.1)")
     session = optimizer._grace
-    (state,) = [part.state for part in session.runner._parts_of_steps() if part.kind == "memory"]
+    (state,) = [part.state for part in session.runner.step_components() if part.kind == "memory"]
     parameters, seen, finished = [p for group in optimizer.param_groups for p in group["params"]], [], []
 
     def step():

@@ -126,9 +126,9 @@ def test_a_part_that_a_users_memory_gets_later_is_found():
         torch.optim.SGD(model.parameters(), lr=0.1), model, "topk(ratio=0.1)", memory
     )
     runner = optimizer._grace.runner
-    before = runner._parts_of_steps()
+    before = runner.step_components()
     for _ in range(2):
         step(model, optimizer)
     assert set(memory.residuals.state.committed) == {"weight", "bias"}
     assert memory.residuals not in before
-    assert any(part is memory.residuals for part in runner._parts_of_steps())
+    assert any(part is memory.residuals for part in runner.step_components())

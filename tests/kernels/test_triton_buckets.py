@@ -88,7 +88,7 @@ def test_exchanges_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
             found.pop("v0"), wanted.pop("v0")
         assert found == wanted
         assert there.remembered() == here.remembered()
-    assert all(isinstance(codec, FusedCodec) and codec.codec.on_device for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) and codec.kernel_codec.on_device for codec in there.codecs)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_is_above_a_threshold_has_the_bits_of_torchs_operations(spec, monke
             found.pop("v0"), wanted.pop("v0")
         assert found == wanted
         assert there.remembered() == here.remembered()
-    assert all(isinstance(codec, FusedCodec) and codec.codec.on_device for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) and codec.kernel_codec.on_device for codec in there.codecs)
 
 
 def test_positions_of_32_bits_are_the_cpus_too(monkeypatch):
@@ -261,7 +261,7 @@ def test_residuals_of_signs_are_finished_before_anybody_else_reads_them(reader, 
             found.append((told, means))
         assert found[0] == found[1]
     assert there.remembered() == here.remembered()
-    assert all(isinstance(codec, FusedCodec) and codec.codec.unfinished for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) and codec.kernel_codec.unfinished for codec in there.codecs)
 
 
 @pytest.mark.parametrize(("settled", "reads"), [(1, ()), (2, (4,)), (3, (3, 5))])
@@ -299,7 +299,7 @@ def test_bitmaps_begin_at_any_byte_and_are_written_by_aligned_words(monkeypatch)
     with counted() as traffic:
         there.step(gradients, [True] * 3)
     (codec,) = there.codecs
-    assert {offset % 4 for offset in codec.codec.plan[:, SECOND.value].tolist()} > {0}
+    assert {offset % 4 for offset in codec.kernel_codec.plan[:, SECOND.value].tolist()} > {0}
     assert traffic.launches == 9
     with pytest.raises(AssertionError, match="multiples of the size"), counted() as traffic:
         traffic.add(
@@ -355,7 +355,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     (gradient,), _ = drawn(np.random.default_rng(1), [(n,)], torch.float32)
 
     def tables():
-        codec = bucket.program.codec.codec
+        codec = bucket.program.codec.kernel_codec
         return [codec.owners, *(copy.tensor for copy in codec.copies.values())]
 
     with as_far() if "threshold" in spec else contextlib.nullcontext():

@@ -15,7 +15,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.exchange.fused_codec import FusedCodec
-from grace.exchange.header import resolve
+from grace.exchange.header import resolve_headers
 from grace.exchange.round_trip import RoundTrip
 from tests.kernels.test_triton_buckets import FOUND, INTERPRETED, by_triton
 from tests.support.drawing import THOROUGH
@@ -70,7 +70,7 @@ class Rank:
         with self.around() as log:
             self.exchange.wait()
             outcomes = self.exchange.finish([None if number % 2 else torch.ones(shape) for shape in SHAPES])
-            resolve([self.exchange])
+            resolve_headers([self.exchange])
         self.reads.append([*self.log, *log])
         kept = {}
         for name, part in self.communicator.stateful_parts.items():

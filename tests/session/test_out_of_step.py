@@ -14,6 +14,7 @@ import grace
 from grace.core.context import Context
 from grace.errors import PayloadError, StepError
 from grace.exchange import header
+from grace.memories.residual import Residual
 from grace.torch.parameters import hyperparameters
 from tests.support.by_hand import started_by_hand
 from tests.support.engine_pools import available, command, environment
@@ -100,6 +101,41 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_rank_that_goes_its_own_way_is_named_by_all_before_they_update(three_ranks, method):
     check(three_ranks.run(all_faults, FAULTS, *method))
+
+
+class FailsOnce(Residual):
+    """A user's memory whose ``update`` raises on one rank, while payloads travel."""
+
+    name = "fails_once"
+    failed = False
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        if grace.rank() == WRONG and self.context.step == WRONG_AT and not self.failed:
+            self.failed = True
+            raise ValueError("this memory failed")
+        super().update(tensor, name, compressor, payload, ctx)
+
+
+def with_failing_memory() -> list[str]:
+    """The errors of each step of a loop that goes on after an error; two variables, a bucket for each."""
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.5)", memory=FailsOnce(), num_groups=2)
+    said = []
+    for step in range(WRONG_AT + 2):
+        try:
+            one_step(model, optimizer, step)
+            said.append("")
+        except (ValueError, StepError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rank_that_goes_on_after_its_memory_failed_is_named_at_the_next_step(two_ranks):
+    answers = two_ranks.run(with_failing_memory)
+    for rank, said in enumerate(answers):
+        assert said[:WRONG_AT] == [""] * WRONG_AT
+        assert said[WRONG_AT] == ("this memory failed" if rank == WRONG else "")
+        assert LEFT_OUT.format(others="rank 0 is") in said[WRONG_AT + 1]
 
 
 @pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])

@@ -207,7 +207,7 @@ class Exchanged:
         found = [Variable(f"{NAME}{i}", tuple(x.shape), device=str(x.device)) for i, x in enumerate(xs)]
         plan = UniformPlan(method, memory, None, Limits())
         self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
-        self.runner.resolve = leave_unread
+        self.runner.resolve_headers = leave_unread
         self.tensors = {variable.name: pair for variable, pair in zip(found, zip(xs, outs, strict=True), strict=True)}
 
     @property

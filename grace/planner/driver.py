@@ -29,6 +29,7 @@ from grace.planner.step_simulation import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
 from grace.session.step_runner import StepRunner
+from grace.strategy import schema
 from grace.strategy.choices import AutoRequest
 from grace.strategy.plan import Strategy
 
@@ -174,7 +175,7 @@ class Driver:
         if not self.is_elsewhere(resumed):
             return resumed
         ranks, nodes = self.cluster
-        strategy = dataclasses.replace(Strategy.from_dict(resumed.strategy), world_size=ranks, nodes=nodes)
+        strategy = dataclasses.replace(schema.parse(resumed.strategy), world_size=ranks, nodes=nodes)
         return resumed._replace(strategy=strategy.to_dict(), plan=None, settled=False, usual=None)
 
     def is_elsewhere(self, resumed: "Resumed | None") -> bool:
@@ -184,7 +185,7 @@ class Driver:
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
-        former, start = Strategy.from_dict(resumed.strategy), self.strategies[BASELINE]
+        former, start = schema.parse(resumed.strategy), self.strategies[BASELINE]
         self.strategies = {resumed.current: former, BASELINE: start}
         self.holds, self.settled = False, resumed.settled
         self.usual = resumed.usual  # a link may have become slower while nothing trained

@@ -7,9 +7,8 @@ import grace
 from grace.backends.topology import Topology
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.strategy import schema
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan, schema
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, variables_of, weights
 from tests.support.training import copied, digest, used
@@ -167,7 +166,7 @@ def test_horovod_decides_itself_and_its_own_switch_is_named():
 
 def test_the_field_is_for_collectives_and_written_only_where_it_is_set():
     v = Variable("w", (4,))
-    with pytest.raises(grace.ConfigError, match=r"sync\.hierarchical: is for allreduce, .*, not for reduce_broadcast"):
+    with pytest.raises(grace.ConfigError, match=r"sync\.hierarchical: is for allgather, .*, not for reduce_broadcast"):
         Strategy((VariablePlan(v, (ShardPlan(Sync("reduce_broadcast", hierarchical=True)),)),))
     document = Strategy((VariablePlan(v, (ShardPlan(Sync(hierarchical=True)),)),)).to_dict()
     assert document["variables"]["w"]["sync"] == {"type": "allreduce", "group": 0, "hierarchical": True}

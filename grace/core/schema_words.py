@@ -3,32 +3,37 @@
 import difflib
 import functools
 import inspect
+import json
 import re
-from collections.abc import Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from grace.core.documents import shown
+from grace.errors import ConfigError, missing_extra
 
 if TYPE_CHECKING:  # pydantic is loaded where files are read
-    from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 NATURAL, POSITIVE = {"strict": True, "ge": 0}, {"strict": True, "ge": 1}
 """Metadata of a :class:`FileForm`'s fields for whole numbers from 0, and from 1 on."""
 
+T = TypeVar("T")
 RIGHT = {
     "bool_type": "must be true or false",
     "string_type": "must be text",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
     "list_type": "must be a list",
+    "tuple_type": "must be a list",
     "dict_type": "must be keys with values",
     "model_type": "must be keys with values",
     "model_attributes_type": "must be keys with values",
     "dataclass_type": "must be keys with values",
     "missing": "is missing",
     "too_short": "must not be empty",
+    "unexpected_keyword_argument": "unknown key",
     "string_unicode": "must be text",
 }
 
@@ -170,6 +175,54 @@ def location(error: "ErrorDetails") -> list[str | int]:
     return [*error["loc"], *([] if key == "" else [key])]
 
 
+def place(location: Sequence[str | int]) -> str:
+    """Return keys and indices as text.
+
+    >>> place(["rules", 0, "match"])
+    'rules[0].match'
+    """
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def read_record(kind: type[T], document: object, where: str) -> T:
+    """Return the dataclass that is an object of a file, or a list of them; lists in it are tuples.
+
+    Args:
+        kind: the dataclass, or ``list[...]`` of it. Its annotations say what the file must have.
+        document: the object, or the list.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: the document does not fit, or the dataclass refuses it; the message names the field.
+
+    >>> from grace.pipeline.planning.pipeline_plan import Stage
+    >>> read_record(Stage, {"nodes": ["a"], "ranks": 0}, "p.json")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: p.json, ranks: must be a list, not 0
+    """
+    try:
+        from pydantic import ValidationError
+    except ImportError as error:
+        raise missing_extra("pydantic", "strategy") from error
+    try:
+        # As JSON, whose lists are tuples also for strict fields.
+        form = _record_form(cast(Hashable, kind))
+        return cast(T, form.validate_json(json.dumps([document], default=repr))[0])
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = place(location(first)[1:])
+        joint = "" if not field or field.startswith("[") else ", "
+        raise ConfigError(f"{where}{joint}{field}: {in_words(first)}") from None
+
+
+@functools.cache
+def _record_form(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import ConfigDict, TypeAdapter
+
+    # A list, because a dataclass alone takes no config from here.
+    return TypeAdapter(list[kind], config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+
+
 def in_words(error: "ErrorDetails", hidden: bool = False) -> str:
     """Return the message for one of ``ValidationError.errors()``.
 
@@ -181,7 +234,7 @@ def in_words(error: "ErrorDetails", hidden: bool = False) -> str:
     'must be 1, not 2'
     """
     kind, said = error["type"], error["msg"]
-    if kind in ("missing", "too_short"):
+    if kind in ("missing", "too_short", "unexpected_keyword_argument"):
         return RIGHT[kind]
     if kind in RIGHT or said.startswith("Input should "):
         value = error["input"]

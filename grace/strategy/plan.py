@@ -202,9 +202,7 @@ class Strategy:
                 )
 
 
-def faults(
-    plan: VariablePlan, world_size: int, communicators: Communicators | None = None
-) -> Iterator[tuple[str, str]]:
+def faults(plan: VariablePlan, world_size: int, communicators: Communicators) -> Iterator[tuple[str, str]]:
     """Yield the faults of a variable's plan: the field, and what would be right.
 
     Args:
@@ -237,7 +235,7 @@ def faults(
             yield "parts", f"there must be one per size: {len(plan.sizes)}, not {len(plan.parts)}"
     for i, part in enumerate(plan.parts):
         prefix = "" if axis is None else f"parts[{i}]."
-        for where, message in part_faults(part, v, world_size, {} if communicators is None else communicators):
+        for where, message in part_faults(part, v, world_size, communicators):
             yield prefix + where, message
 
 
@@ -258,7 +256,7 @@ def part_faults(
     yield from ((f"sync.{key}", message) for key, message in sync.faults())
     whole = isinstance(sync.destination, int) and not isinstance(sync.destination, bool)
     if cls is not None and cls.rooted and not (whole and 0 <= sync.destination < world_size):
-        yield "sync.destination", f"rank {sync.destination} is not one of {world_size} (0 to {world_size - 1})"
+        yield "sync.destination", f"rank {sync.destination!r} is not one of {world_size} (0 to {world_size - 1})"
     yield from part.too_small()
     if part.outer is not None:
         if sync.type == ALONE:
@@ -272,7 +270,8 @@ def part_faults(
     # A large model has thousands of equal parts: their communicator is made once. Only specs are compared.
     key = None
     if isinstance(part.compressor, str) and isinstance(part.memory, str | None):
-        key = sync.type, repr({**sync.options, "destination": 0}), part.compressor, str(part.memory)
+        options = {**sync.options, "destination": 0} if cls.rooted else sync.options
+        key = sync.type, repr(options), part.compressor, str(part.memory)
     communicator = None if key is None else communicators.get(key)
     try:
         if communicator is None:

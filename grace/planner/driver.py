@@ -29,7 +29,6 @@ from grace.planner.step_simulation import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import gather_or_raise
 from grace.session.step_runner import StepRunner
-from grace.strategy import schema
 from grace.strategy.choices import AutoRequest
 from grace.strategy.plan import Strategy
 
@@ -53,6 +52,12 @@ T = TypeVar("T")
 
 class PlanningError(Exception):
     """Error of planning, known to all ranks. Training goes on uncompressed."""
+
+
+def _saved_strategy(resumed: "Resumed") -> Strategy:
+    from grace.strategy import schema  # it needs pydantic, which builders do not
+
+    return schema.parse(resumed.strategy)
 
 
 class Resumed(NamedTuple):
@@ -175,7 +180,7 @@ class Driver:
         if not self.is_elsewhere(resumed):
             return resumed
         ranks, nodes = self.cluster
-        strategy = dataclasses.replace(schema.parse(resumed.strategy), world_size=ranks, nodes=nodes)
+        strategy = dataclasses.replace(_saved_strategy(resumed), world_size=ranks, nodes=nodes)
         return resumed._replace(strategy=strategy.to_dict(), plan=None, settled=False, usual=None)
 
     def is_elsewhere(self, resumed: "Resumed | None") -> bool:
@@ -185,7 +190,7 @@ class Driver:
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
-        former, start = schema.parse(resumed.strategy), self.strategies[BASELINE]
+        former, start = _saved_strategy(resumed), self.strategies[BASELINE]
         self.strategies = {resumed.current: former, BASELINE: start}
         self.holds, self.settled = False, resumed.settled
         self.usual = resumed.usual  # a link may have become slower while nothing trained

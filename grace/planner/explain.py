@@ -13,7 +13,6 @@ from grace.planner.outer_plans import outer_remarks
 from grace.planner.problem import Problem, short
 from grace.planner.step_simulation import Prediction
 from grace.planner.uniform_plans import DENSE
-from grace.strategy import schema
 from grace.strategy.plan import VariablePlan
 
 MARGIN = 0.03
@@ -146,6 +145,8 @@ class Plan:
 
 
 def _candidate_of(document: Mapping[str, Any]) -> Candidate:
+    from grace.strategy import schema  # it needs pydantic, which builders do not
+
     prediction, strategy = Prediction(**document["prediction"]), schema.parse(document["strategy"])
     methods = tuple(document["methods"])
     return Candidate(**{**document, "methods": methods, "prediction": prediction, "strategy": strategy})

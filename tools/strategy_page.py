@@ -71,7 +71,7 @@ def _kind(field: dict[str, Any]) -> str:
     """Return the description of the values that a field may have."""
     if "$ref" in field:
         return _named(field)
-    for key in ("anyOf", "oneOf"):
+    for key in ("anyOf", "oneOf", "allOf"):  # allOf: of older versions of pydantic
         if key in field:
             return " or ".join(dict.fromkeys(_kind(one) for one in field[key] if one.get("type") != "null"))
     if "not" in field:

@@ -19,7 +19,7 @@ MODULES = {
     "triton": ["grace/kernels/triton/*"],
     "mpi4py": ["grace/backends/mpi.py"],
     **{name: [f"grace/integrations/{name}.py"] for name in ("transformers", "lightning", "accelerate")},
-    "pydantic": ["grace/strategy/*", "grace/launch/*"],
+    "pydantic": ["grace/strategy/*", "grace/launch/*", "grace/core/schema_words.py", "grace/pipeline/planning/*"],
 }
 
 collect_ignore_glob = [path for package, paths in MODULES.items() if find_spec(package) is None for path in paths]

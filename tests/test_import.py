@@ -120,6 +120,16 @@ def test_numpy_alone_is_enough_to_compress():
     assert run(script, HEAVY) == "[4.0, 0.0] 0 1"
 
 
+def test_strategies_are_built_without_the_packages_that_read_files():
+    script = """
+        from grace.core.registry import make
+        from grace.core.variable import Variable
+        from grace.strategy.builder import OneNode
+        print(len(make("builder", "all_reduce").build([Variable("w", (2,))], OneNode(2)).id))
+    """
+    assert run(script, ("pydantic", "yaml")) == "64"
+
+
 @pytest.mark.ranks
 @TENSORFLOW
 def test_without_horovod_tensorflow_works_loads_no_torch_and_asking_for_it_names_what_builds_it():

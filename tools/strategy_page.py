@@ -23,13 +23,11 @@ SECTIONS = {
     "ClusterEntry": "`cluster`",
     "BuilderEntry": "`builder`",
     "VariableEntry": "An entry of `variables`",
-    "CutEntry": "`partition` of a variable",
+    "CutVariableEntry": "An entry of `variables` that is cut",
+    "Cut": "`partition` of a variable",
     "PartEntry": "An entry of `parts`",
-    "CollectiveEntry": "`sync` of type `allreduce`, `allgather`, `broadcast`, `scatter_reduce` or `scatter_merge`",
-    "ReduceBroadcastEntry": "`sync` of type `reduce_broadcast`",
-    "Alone": "`sync` of type `none`",
-    "Rounds": "`outer`",
-    "Own": "`sync` of another type",
+    "Sync": "`sync`",
+    "Outer": "`outer`",
     "RuleEntry": "An entry of `rules`",
     "Match": "`match` of a rule",
     "Shards": "`partition` of a rule",
@@ -53,10 +51,12 @@ def strategy_page() -> str:
     parts = [HEAD]
     for name, title in SECTIONS.items():
         model = schema["$defs"][name] if name else schema
-        rows = [_row(key, field, model.get("required", ())) for key, field in model["properties"].items()]
-        described = "" if not name else model["description"] + "\n"
-        parts += [f"## {title}\n", *([described] if described else []), "| field | is | if left out | meaning |"]
-        parts += ["| --- | --- | --- | --- |", *rows, ""]
+        for form in model.get("oneOf", [model]):
+            rows = [_row(key, field, form.get("required", ())) for key, field in form["properties"].items()]
+            of_type = f" of type {_kind(form['properties']['type'])}" if "oneOf" in model else ""
+            described = form["description"] + "\n" if name else ""
+            parts += [f"## {title}{of_type}\n", *([described] if described else [])]
+            parts += ["| field | is | if left out | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -71,11 +71,11 @@ def _kind(field: dict[str, Any]) -> str:
     """Return the description of the values that a field may have."""
     if "$ref" in field:
         return _named(field)
-    for key in ("anyOf", "oneOf"):
+    for key in ("anyOf", "oneOf", "allOf"):  # allOf: of older versions of pydantic
         if key in field:
-            kinds = [_kind(one) for one in field[key] if one.get("type") != "null"]
-            refs = all("$ref" in one for one in field[key])
-            return "an object, by its `type`" if refs and len(kinds) > 1 else " or ".join(dict.fromkeys(kinds))
+            return " or ".join(dict.fromkeys(_kind(one) for one in field[key] if one.get("type") != "null"))
+    if "not" in field:
+        return "any other"
     if "const" in field or "enum" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     if field["type"] == "array":
@@ -83,11 +83,13 @@ def _kind(field: dict[str, Any]) -> str:
         return f"a list; each is {items}"
     if isinstance(field.get("additionalProperties"), dict) and "VariableEntry" in str(field["additionalProperties"]):
         return f"an object; each is {_kind(field['additionalProperties'])}"
-    least = f", at least {field['minimum']}" if "minimum" in field else ""
+    least = f", at least {field['minimum']:g}" if "minimum" in field else ""
     return WORDS[field["type"]] + least
 
 
 def _named(field: dict[str, Any]) -> str:
+    if field["$ref"].endswith("/Sync"):
+        return "an object, by its `type`"
     title = SECTIONS[field["$ref"].rpartition("/")[2]]
     anchor = title.lower().replace("`", "").replace(",", "").replace(" ", "-")
     return f"[an object](#{anchor})"

@@ -13,6 +13,7 @@ from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.core.documents import shown
+from grace.core.schema_words import read_record
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.costs import CodecCost
@@ -103,7 +104,7 @@ class Calibration:
         try:
             if isinstance(document, dict):
                 document = {name: value for name, value in document.items() if name != "format"}
-            return documents.record(cls, document, "calibration")
+            return read_record(cls, document, "calibration")
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
 

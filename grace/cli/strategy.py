@@ -13,11 +13,13 @@ from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import of_bytes
 from grace.cli.inputs import MOST_RANKS, load_cluster, load_variables
 from grace.cli.terminal import check_outputs, standard_output
+from grace.core.component import is_ours
 from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import FIELDS, ShardPlan, Strategy
+from grace.strategy.plan import ShardPlan, Strategy, communicator_of
 from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank, collectives_of, payload_bytes
+from grace.strategy.sync import ALONE
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
@@ -74,8 +76,10 @@ def show(strategy: File, model: Model = None, resources: Resources = None, ranks
     console.print(table(_rows(loaded), columns, words=headings[1::2] + headings[4:7]))
     console.print(f"\n{escape(_summary(loaded))}; id {loaded.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
-    own = {part.sync.type: part for plan in loaded.plans for part in plan.parts if part.sync.type not in FIELDS}
-    for kind, part in sorted(own.items()):
+    used = {part.sync.type: part for plan in loaded.plans for part in plan.parts}
+    for kind, part in sorted(used.items()):
+        if kind == ALONE or is_ours(type(communicator_of(part))):
+            continue
         console.print(f"{kind}: counted as {', '.join(collectives_of(part))}", style="dim")
     for line in _traffic_lines(loaded):
         console.print(line, soft_wrap=True)
@@ -182,14 +186,15 @@ def _rows(strategy: Strategy) -> Iterator[list[str]]:
 
 
 def _destination(part: ShardPlan) -> str:
-    sync = part.sync
     if part.rounds is not None:
         return part.rounds.describe()
-    if sync.type != "reduce_broadcast":
-        return ", ".join([f"group {sync.group}", *(f"{key}={value}" for key, value in sync.options.items())])
-    extra = "" if sync.sync and not sync.staleness else f", {sync.staleness if sync.sync else sync.ahead} ahead"
-    extra += "" if sync.sync else " at most"
-    return f"rank {sync.destination}{extra}{', replicated' if sync.local_replication else ''}"
+    options = part.sync.options
+    if part.sync.type != "reduce_broadcast":
+        return ", ".join([f"group {part.sync.group}", *(f"{key}={value}" for key, value in options.items())])
+    under_way = f", {options['staleness']} ahead" if options["staleness"] else ""
+    if not options["sync"]:
+        under_way = f", {options['ahead']} ahead at most"
+    return f"rank {part.sync.destination}{under_way}{', replicated' if options['local_replication'] else ''}"
 
 
 def _differences(first: Strategy, second: Strategy) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from grace.backends.topology import NodeGroups
 from grace.core.backend import Backend, Handle
 from grace.core.communicator import Communicator, CompressorArg, MeanCompression, MemoryArg
-from grace.core.component import Component
+from grace.core.component import Component, Natural, Positive
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import AnyContext, Context
 from grace.core.memory import Memory
@@ -39,10 +39,11 @@ class ReduceBroadcast(Communicator):
     Args:
         compressor, memory: specs or objects.
         destination: the rank that reduces.
-        staleness: number of steps that a rank may run ahead.
         sync: False to apply means when they arrive, which may be in other steps on each rank.
-        ahead: largest number of steps whose means are under way with ``sync=False``; each holds its payloads in memory.
+        staleness: number of steps that a rank may run ahead, with ``sync`` true only.
         local_replication: True to send the answer once to each node, where one rank sends it to the others.
+        ahead: largest number of steps whose means are under way, with ``sync`` false only; each holds its payloads in
+            memory.
 
     Raises:
         ConfigError: the parts do not go together.
@@ -60,11 +61,11 @@ class ReduceBroadcast(Communicator):
         self,
         compressor: CompressorArg = "none",
         memory: MemoryArg | None = None,
-        destination: int = 0,
-        staleness: int = 0,
+        destination: Natural = 0,
         sync: bool = True,
+        staleness: Natural = 0,
         local_replication: bool = False,
-        ahead: int = AHEAD,
+        ahead: Positive = AHEAD,
     ):
         self.destination = destination
         self.staleness = staleness

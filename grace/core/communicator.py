@@ -163,7 +163,7 @@ class Communicator(Component):
 
         >>> from grace.communicators import ReduceBroadcast
         >>> list(ReduceBroadcast.parameters())
-        ['destination', 'staleness', 'sync', 'local_replication', 'ahead']
+        ['destination', 'sync', 'staleness', 'local_replication', 'ahead']
         """
         found: dict[str, object] = {}
         for base in cls.__mro__:

@@ -4,13 +4,16 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar, TypeVar, cast
+from typing import Annotated, ClassVar, TypeVar, cast
 
 from grace.core.context import AnyContext, Context
 from grace.core.state import State
 from grace.errors import ConfigError
 
 C = TypeVar("C", bound="Component")  # typing.Self needs Python 3.11
+Natural = Annotated[int, {"minimum": 0}]
+Positive = Annotated[int, {"minimum": 1}]
+"""Types of parameters, with keys for the JSON Schema of strategy files. The class checks its values itself."""
 
 
 class Component:

@@ -3,23 +3,14 @@
 JSON needs nothing but Python; YAML its package.
 """
 
-import dataclasses
 import json
 import math
 import reprlib
-import sys
-import types
-import typing
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from grace.errors import ConfigError, missing_extra
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
 DEEPEST = 50
 """Largest depth of nested lists and objects. Readers of documents may recurse over them."""
 
@@ -97,91 +88,6 @@ def _parse_int(text: str) -> int:
     if len(text) > 300:  # Python refuses integers of more than 4,300 digits, and a float's largest has 309
         raise ValueError(f"a number of {len(text)} digits is too large")
     return int(text)
-
-
-def record(kind: type[T], document: object, where: str, **given: object) -> T:
-    """Return a dataclass whose fields are those of a document's object, lists as tuples.
-
-    Args:
-        kind: the dataclass. Its fields are text, numbers, booleans, dataclasses, tuples of one of them, mappings by
-            name, or one of these or None.
-        document: the object.
-        where: the file, and the object's place in it, for messages.
-        given: values of fields that are not read from the document.
-
-    Raises:
-        ConfigError: the document is no object; a field is unknown, missing, of another type, or a number out of the
-            range of floats.
-
-    >>> from grace.pipeline.planning.pipeline_plan import Stage
-    >>> record(Stage, {"nodes": ["a"], "ranks": 0}, "p.json: stage 0")
-    Traceback (most recent call last):
-    grace.errors.ConfigError: p.json: stage 0: ranks must be a list of whole numbers, not 0
-    """
-    if not isinstance(document, dict):
-        raise ConfigError(f"{where} must be an object, not {shown(document)}")
-    fields = {one.name: one for one in dataclasses.fields(kind)}
-    wanted = typing.get_type_hints(kind)
-    for name, value in document.items():
-        if name not in fields:
-            raise ConfigError(f"{where}: the field {name!r} is unknown; there are {', '.join(fields)}")
-        if name not in given and not _fits(value, wanted[name]):
-            raise ConfigError(f"{where}: {name} must be {_describe_type(wanted[name])}, not {shown(value)}")
-    for name, one in fields.items():
-        needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-        if needed and name not in document and name not in given:
-            raise ConfigError(f"{where}: the field {name!r} is missing")
-    read = {
-        name: _value(value, wanted[name], f"{where}.{name}") for name, value in document.items() if name not in given
-    }
-    return kind(**{**read, **given})
-
-
-def _value(value: Any, wanted: Any, where: str) -> Any:
-    """Return a document's value, which fits an annotated type, as that type."""
-    inner, origin = typing.get_args(wanted), typing.get_origin(wanted)
-    if dataclasses.is_dataclass(wanted):
-        return record(wanted, value, where)  # type: ignore[arg-type]
-    if origin in (typing.Union, types.UnionType):
-        return _value(value, next(one for one in inner if _fits(value, one)), where)
-    if origin is Mapping:
-        return {name: _value(one, inner[1], f"{where}.{name}") for name, one in value.items()}
-    if isinstance(value, list):
-        return tuple(_value(one, inner[0] if inner else Any, where) for one in value)
-    return value
-
-
-def _fits(value: object, wanted: Any) -> bool:
-    """Return True if a document's value is of an annotated type, or an object for a dataclass."""
-    if dataclasses.is_dataclass(wanted):
-        return isinstance(value, dict)
-    inner = typing.get_args(wanted)
-    origin = typing.get_origin(wanted)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if origin is tuple:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
-    if wanted in (int, float):
-        # A larger whole number would raise when it meets a float.
-        kinds = (int,) if wanted is int else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return wanted is Any or isinstance(value, wanted)
-
-
-_WORDS = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", type(None): "null"}
-_PLURALS = {str: "texts", int: "whole numbers", float: "finite numbers"}
-
-
-def _describe_type(wanted: Any) -> str:
-    inner = typing.get_args(wanted)
-    origin = typing.get_origin(wanted)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_describe_type, inner))
-    if origin is tuple:
-        return f"a list of {_PLURALS.get(inner[0], 'lists')}"
-    return "an object" if origin is Mapping or dataclasses.is_dataclass(wanted) else _WORDS[wanted]
 
 
 def shown(value: object) -> str:

@@ -1,16 +1,17 @@
 """Local steps: the contract of outer optimizers, and the settings of rounds."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Annotated, ClassVar, Literal, get_args
 
 from grace.core.compressor import Tensor
 from grace.core.registry import make
+from grace.core.schema_words import NATURAL, POSITIVE, FileForm, SpecForm
 from grace.core.specs import Spec
 from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError
 
-OVER = ("ranks", "nodes")
+OVER = Literal["ranks", "nodes"]
 
 
 class OuterOptimizer(StatefulComponent):
@@ -50,16 +51,16 @@ OuterArg = Spec | OuterOptimizer
 
 
 @dataclass(frozen=True)
-class Outer:
-    """Settings of the rounds of a variable whose ranks train alone.
+class Outer(FileForm):
+    """Rounds in which ranks that train alone exchange how far they have drifted.
 
     Parameters are dealt to P fragments. Fragment p is sent when t + delay = (p + 1) H / P (mod H), where t counts
     iterations, and applied ``delay`` iterations later, when x = a + merge (x - a) with the new anchor a.
 
     Attributes:
-        optimizer: spec of the outer optimizer.
-        period: H, number of iterations between two rounds of a fragment.
-        fragments: P, number of fragments.
+        optimizer: spec of the outer optimizer; ``none`` averages.
+        period: number H of iterations between two rounds of a fragment.
+        fragments: number P of fragments, which travel at different times.
         delay: number of iterations for which a fragment may travel while training goes on.
         merge: share of its own drift that a rank keeps, from 0 to 1.
         over: "ranks", or "nodes": the ranks of a node average gradients in every iteration.
@@ -68,31 +69,32 @@ class Outer:
     [('period', '5 iterations cannot be dealt to 2 fragments: it must be a multiple of fragments')]
     """
 
-    optimizer: OuterArg = field(default="none", hash=False)  # a dict, or an object, may have no hash
-    period: int = 1
-    fragments: int = 1
-    delay: int = 0
-    merge: float = 0.0
-    over: str = "ranks"
+    # A dict, or an object, may have no hash.
+    optimizer: Annotated[OuterArg, SpecForm()] = field(default="none", hash=False)
+    period: int = field(kw_only=True, metadata=POSITIVE)
+    fragments: int = field(default=1, metadata=POSITIVE)
+    delay: int = field(default=0, metadata=NATURAL)
+    merge: float = field(default=0.0, metadata={"strict": True, "ge": 0.0, "le": 1.0})
+    over: OVER = "ranks"
 
     def to_dict(self) -> dict[str, object]:
-        """Return the settings' form in a file: those that differ from their defaults, and the period.
+        """Return the settings' form in a file: those that differ from their defaults, and optimizer and period.
 
-        >>> Outer("nesterov(lr=0.7)", 20).to_dict()
+        >>> Outer("nesterov(lr=0.7)", period=20).to_dict()
         {'optimizer': 'nesterov', 'period': 20}
         """
-        always = {"optimizer": make("outer", self.optimizer).spec, "period": self.period}
-        more = {key: getattr(self, key) for key in ("fragments", "delay", "merge", "over")}
-        plain = Outer()
-        return {**always, **{key: value for key, value in more.items() if value != getattr(plain, key)}}
+        changed = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return {
+            "optimizer": make("outer", self.optimizer).spec,
+            **{k: v for k, v in changed.items() if k != "optimizer"},
+        }
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """Yield the faults of the settings: the field, and what would be right."""
-        for key, low in (("period", 1), ("fragments", 1), ("delay", 0)):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                yield key, f"must be a whole number of at least {low}, not {value!r}"
-                return  # the checks below divide by these numbers
+        unfit = list(self.too_small())
+        yield from unfit
+        if unfit:  # the checks below divide by these numbers
+            return
         try:
             make("outer", self.optimizer)
         except ConfigError as error:
@@ -111,8 +113,8 @@ class Outer:
             )
         if isinstance(self.merge, bool) or not isinstance(self.merge, (int, float)) or not 0 <= self.merge <= 1:
             yield "merge", f"must be a number from 0 (take the anchor) to 1 (keep the own drift), not {self.merge!r}"
-        if self.over not in OVER:
-            yield "over", f"must be one of {', '.join(map(repr, OVER))}, not {self.over!r}"
+        if self.over not in get_args(OVER):
+            yield "over", f"must be one of {', '.join(map(repr, get_args(OVER)))}, not {self.over!r}"
 
     def check(self) -> None:
         """Raise ConfigError, which names the field, if the settings cannot work."""
@@ -122,7 +124,7 @@ class Outer:
     def describe(self) -> str:
         """Return the settings as text.
 
-        >>> Outer("nesterov(lr=0.5)", 20, fragments=2).describe()
+        >>> Outer("nesterov(lr=0.5)", period=20, fragments=2).describe()
         'outer nesterov(lr=0.5, period=20, fragments=2)'
         """
         named = self.to_dict()

@@ -72,6 +72,15 @@ def known(kind: str) -> dict[str, type[Component]]:
     return dict(sorted({**_discover(kind)[0], **_registered[kind]}.items()))
 
 
+def find(kind: str, name: str) -> type[Component] | None:
+    """Return the component of a name; None if it is not known.
+
+    >>> find("memory", "residual").name
+    'residual'
+    """
+    return _registered[kind].get(name) or _discover(kind)[0].get(name)
+
+
 def noun(kind: str) -> str:
     """Return the noun for components of a kind.
 

@@ -54,6 +54,12 @@ class PlanningError(Exception):
     """Error of planning, known to all ranks. Training goes on uncompressed."""
 
 
+def _saved_strategy(resumed: "Resumed") -> Strategy:
+    from grace.strategy import schema  # it needs pydantic, which builders do not
+
+    return schema.parse(resumed.strategy)
+
+
 class Resumed(NamedTuple):
     """State of planning in a checkpoint: name and document of the run's strategy; the plan, None before there is one;
     True if it was chosen; steps until all is measured again, 0 for never; the numbers of ranks and nodes; and the usual
@@ -174,7 +180,7 @@ class Driver:
         if not self.is_elsewhere(resumed):
             return resumed
         ranks, nodes = self.cluster
-        strategy = dataclasses.replace(Strategy.from_dict(resumed.strategy), world_size=ranks, nodes=nodes)
+        strategy = dataclasses.replace(_saved_strategy(resumed), world_size=ranks, nodes=nodes)
         return resumed._replace(strategy=strategy.to_dict(), plan=None, settled=False, usual=None)
 
     def is_elsewhere(self, resumed: "Resumed | None") -> bool:
@@ -184,7 +190,7 @@ class Driver:
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
-        former, start = Strategy.from_dict(resumed.strategy), self.strategies[BASELINE]
+        former, start = _saved_strategy(resumed), self.strategies[BASELINE]
         self.strategies = {resumed.current: former, BASELINE: start}
         self.after_backward, self.settled = False, resumed.settled
         self.usual = resumed.usual  # a link may have become slower while nothing trained

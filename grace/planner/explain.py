@@ -13,7 +13,7 @@ from grace.planner.outer_plans import outer_remarks
 from grace.planner.problem import Problem, short
 from grace.planner.step_simulation import Prediction
 from grace.planner.uniform_plans import DENSE
-from grace.strategy.plan import Strategy, VariablePlan
+from grace.strategy.plan import VariablePlan
 
 MARGIN = 0.03
 """The part of a step by which a plan must be faster than no compression."""
@@ -145,7 +145,9 @@ class Plan:
 
 
 def _candidate_of(document: Mapping[str, Any]) -> Candidate:
-    prediction, strategy = Prediction(**document["prediction"]), Strategy.from_dict(document["strategy"])
+    from grace.strategy import schema  # it needs pydantic, which builders do not
+
+    prediction, strategy = Prediction(**document["prediction"]), schema.parse(document["strategy"])
     methods = tuple(document["methods"])
     return Candidate(**{**document, "methods": methods, "prediction": prediction, "strategy": strategy})
 

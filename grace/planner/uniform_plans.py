@@ -9,7 +9,8 @@ from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard, make_buckets
 from grace.strategy.builder import Builder, Cluster
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy.plan import ShardPlan, Strategy, VariablePlan
+from grace.strategy.sync import Sync
 
 LIMITS = Limits()
 """The usual limits of a bucket."""
@@ -41,7 +42,7 @@ def assigned_strategy(
             carrier, part = carrier_of[variable.name], DENSE
             if bucket.communicator is carrier or variable.sparse:
                 part = ShardPlan(Sync.from_spec(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
-            if "group" in part.sync.to_dict():
+            if part.sync.grouped:
                 part = replace(part, sync=replace(part.sync, group=bucket.index))  # parts of one group share a bucket
             parts[variable.name] = part
     return Strategy(tuple(VariablePlan(v, (parts[v.name],)) for v in variables), ranks, nodes, builder or {})

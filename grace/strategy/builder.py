@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from grace.backends.topology import Host, Topology
 from grace.communicators.choice import default_communicator
@@ -14,8 +14,9 @@ from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, make
 from grace.core.specs import Spec
 from grace.core.variable import Variable
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy.plan import ShardPlan, Strategy, VariablePlan
 from grace.strategy.rule import CompressorRules
+from grace.strategy.sync import Sync
 
 
 class Machine(Protocol):
@@ -162,10 +163,10 @@ class Builder(Component):
         kind = "allreduce" if summed else default_communicator(method, memory, self._world_size)
         return ShardPlan(Sync(kind, group=group), compressor, memory)
 
-    def reduced(self, variable: Variable, destination: int) -> ShardPlan:
-        """Return the plan of a part that one rank reduces."""
+    def reduced(self, variable: Variable, destination: int, **options: Any) -> ShardPlan:
+        """Return the plan of a part that one rank reduces, with further fields of ``sync``."""
         compressor, memory = self._checked_choice(variable)
-        return ShardPlan(Sync("reduce_broadcast", destination=destination), compressor, memory)
+        return ShardPlan(Sync("reduce_broadcast", destination=destination, **options), compressor, memory)
 
     def strategy(self, plans: Sequence[VariablePlan], resources: Cluster) -> Strategy:
         """Return the strategy with these plans, and with this builder's name and parameters."""

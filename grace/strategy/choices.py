@@ -61,7 +61,7 @@ class Choices(NamedTuple):
                 "outer= and period= go together: the outer optimizer ('none' averages, 'nesterov'), and the number of "
                 "iterations between two rounds"
             )
-        outer = Outer(self.outer, self.period)
+        outer = Outer(self.outer, period=self.period)
         outer.check()
         return outer
 

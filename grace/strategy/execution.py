@@ -19,8 +19,9 @@ from grace.session.bucketing import Limits
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
-from grace.strategy.plan import VERSION, ShardPlan, Strategy, Sync, communicator_of
+from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
 from grace.strategy.resources import ResourcesArg, cluster_of, to_plain
+from grace.strategy.sync import Sync
 
 StrategyArg = Spec | Path | Strategy | Builder
 """Strategy as users give it: a file's path, a document, the object, or a builder or its spec."""
@@ -169,7 +170,7 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
                 own = dataclasses.replace(own, sparse=False)  # drifts are dense
             # Drifts and gradients share no communicator: their steps, and units, are not the same.
             choose = choosers.setdefault((sync.hierarchical, outer), Chooser())
-            reduced = sync.type == "reduce_broadcast"
+            reduced = communicators[key].rooted
             limits = Limits() if reduced and not own.sparse else None
             # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
             travels = key if reduced else (sync.type, sync.group)

@@ -71,7 +71,7 @@ def in_buckets(strategy: Strategy) -> Strategy:
     for plan in strategy.plans:
         parts = [
             # Destinations and averages have no groups.
-            replace(part, sync=replace(part.sync, group=groups[own.name])) if "group" in part.sync.to_dict() else part
+            replace(part, sync=replace(part.sync, group=groups[own.name])) if part.sync.grouped else part
             for part, own in zip(plan.parts, plan.part_variables(), strict=True)
         ]
         plans.append(replace(plan, parts=tuple(parts)))

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from grace.core import schema_words
 from grace.core.compressor import Compressor
-from grace.core.documents import shown
 from grace.core.memory import Memory
 from grace.core.registry import make
+from grace.core.schema_words import SpecForm
 from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
 from grace.strategy.rule import CompressorRules
@@ -16,7 +16,6 @@ from grace.strategy.rule import CompressorRules
 try:
     from pydantic import (
         BaseModel,
-        BeforeValidator,
         ConfigDict,
         Field,
         StrictBool,
@@ -26,7 +25,6 @@ try:
         field_validator,
         model_validator,
     )
-    from pydantic_core import PydanticCustomError
 except ImportError as error:
     raise missing_extra(error.name or "pydantic", "strategy") from error
 
@@ -35,14 +33,7 @@ Positive = Annotated[StrictInt, Field(ge=1)]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 
-def _check_spec(value: object) -> object:
-    if not isinstance(value, (str, dict)):
-        what = f"must be text, as in `topk(ratio=0.01)`, or keys with values, not {shown(value)}"
-        raise PydanticCustomError("spec", "{what}", {"what": what})
-    return value
-
-
-Spec = Annotated[StrictStr | dict[str, Any], BeforeValidator(_check_spec)]
+Spec = Annotated[str | dict[str, Any], SpecForm()]
 
 
 class Strict(BaseModel):
@@ -53,7 +44,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, value: object) -> object:
-        return value if cls.model_config["extra"] == "allow" else schema_words.refuse_unknown_keys(cls, value)
+        return schema_words.refuse_unknown_keys(cls, value)
 
 
 class Match(Strict):
@@ -82,7 +73,7 @@ class Match(Strict):
         try:
             make("rule", rule)
         except ConfigError as error:
-            raise PydanticCustomError("rule", "{what}", {"what": str(error)}) from None
+            raise schema_words.fault_at("", str(error)) from None
         return rule
 
     def fits(self, variable: Variable) -> bool:

@@ -6,134 +6,50 @@ Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Annotated, Any
 
 from grace.communicators.choice import build_communicator
-from grace.communicators.reduce_broadcast import AHEAD
-from grace.core import specs
 from grace.core.communicator import Communicator
+from grace.core.component import is_ours
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.outer import Outer
-from grace.core.registry import checked, known, make, unusable
+from grace.core.registry import find, make, unusable
+from grace.core.schema_words import NATURAL, FileForm, SpecForm
 from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
+from grace.strategy.sync import ALONE, JsonObject, Sync, parameters_of, sync_types
 
-JsonObject = dict[str, Any]
-"""Object of a strategy's document: plain data, as JSON has it."""
 VERSION = 1
 """Version of a strategy's document."""
 MOST_ELEMENTS = 2**56
 """Largest number of a variable's elements: more than any memory holds."""
-COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge")
-FIELDS = {
-    **dict.fromkeys(COLLECTIVES, ("group", "hierarchical")),
-    "reduce_broadcast": ("destination", "sync", "staleness", "local_replication", "ahead"),
-    "none": ("period",),
-}
-"""Fields of each type of synchronization; another registered communicator has a group, and its parameters."""
-Communicators = dict[tuple["Sync", str, str | None], Communicator]
-"""Communicators by synchronization (without group and destination), the compressor's spec and the memory's."""
-PART_FIELDS = ("group", "hierarchical")
-"""Fields that are not parameters of the communicator."""
+Communicators = dict[tuple[str, ...], Communicator]
+"""Communicators by type and options of the synchronization (without the destination), compressor and memory."""
 
 
 @dataclass(frozen=True)
-class Sync:
-    """Synchronization of a part's gradient over all ranks.
-
-    Attributes:
-        type: a collective of :data:`COLLECTIVES`; "reduce_broadcast" (a rank of its own adds up and sends the mean
-            round: a parameter server); or "none" (ranks train on their own and average periodically).
-        group: parts of one group, type, compressor and memory travel in one collective.
-        destination: the rank that reduces.
-        sync: False to apply means as they come.
-        staleness: number of steps that a rank may run ahead.
-        local_replication: True to send the destination's answer once to each node, where one rank sends it to the
-            others.
-        ahead: number of steps whose means may be under way with ``sync: false``.
-        period: number of steps between two averages.
-        hierarchical: True if the ranks of each node average among themselves first, uncompressed, and one of them
-            exchanges with the other nodes; else all ranks exchange with each other.
-        options: all parameters of a communicator that is not Grace's own.
-    """
-
-    type: str = "allreduce"
-    group: int = 0
-    destination: int = 0
-    sync: bool = True
-    staleness: int = 0
-    local_replication: bool = False
-    period: int = 1
-    ahead: int = AHEAD
-    hierarchical: bool = False
-    options: JsonObject = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        own = known("communicator").get(self.type) if self.type not in FIELDS else None
-        if own is not None:
-            defaults = {key: value for key, value in own.parameters().items() if value is not MISSING}
-            # a frozen dataclass; all parameters, so that a spec with a default written out is equal to one without
-            object.__setattr__(self, "options", {**defaults, **self.options})
-
-    @classmethod
-    def from_spec(cls, spec: Spec, group: int = 0) -> "Sync":
-        """Return the synchronization of a spec, for parts of a group.
-
-        Raises:
-            ConfigError: there is no such type, or it has no such field.
-
-        >>> Sync.from_spec("reduce_broadcast(destination=1)").to_dict()["destination"]
-        1
-        """
-        kind, arguments = specs.parse(spec)
-        if kind not in FIELDS:
-            return cls(kind, group, options=checked("communicator", kind, arguments))
-        for key in arguments:
-            if key not in FIELDS[kind]:
-                raise ConfigError(f"sync {kind} has no field {key!r}; it has: {', '.join(FIELDS[kind])}")
-        return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | arguments)
-
-    @classmethod
-    def from_dict(cls, document: JsonObject) -> "Sync":
-        """Return the synchronization of a valid document, the inverse of :meth:`to_dict`."""
-        fields = dict(document)
-        kind = fields.pop("type")
-        return cls(kind, **fields) if kind in FIELDS else cls(kind, fields.pop("group"), options=fields)
-
-    def to_dict(self) -> JsonObject:
-        """Return the type and its fields; ``hierarchical`` only where it is True.
-
-        >>> Sync("allgather", group=3).to_dict()
-        {'type': 'allgather', 'group': 3}
-        """
-        if self.type in FIELDS:
-            names = [name for name in FIELDS[self.type] if name != "hierarchical" or self.hierarchical]
-            return {"type": self.type, **{name: getattr(self, name) for name in names}}
-        return {"type": self.type, "group": self.group, **self.options}
-
-
-@dataclass(frozen=True)
-class ShardPlan:
+class ShardPlan(FileForm):
     """Plan of one part's exchange.
 
     Attributes:
-        sync: the synchronization.
-        compressor, memory: specs; the compressor's default memory if None.
+        sync: synchronization of the part.
+        compressor: spec, as in ``topk(ratio=0.01)``.
+        memory: spec; the compressor's default if left out.
         priority: parts of a lower priority start first; among equals those whose gradients are ready first.
-        compress_after: steps that are exchanged uncompressed first.
-        outer: the rounds in which ranks that train alone exchange their drifts; None if gradients are exchanged.
+        compress_after: number of steps that are exchanged uncompressed first.
+        outer: rounds, if ranks train alone; else gradients are exchanged in every step.
     """
 
     sync: Sync = field(default_factory=Sync)
-    compressor: Spec | Compressor = "none"
-    memory: Spec | Memory | None = None
-    priority: int = 0
-    compress_after: int = 0
+    compressor: Annotated[Spec | Compressor, SpecForm()] = "none"
+    memory: Annotated[Spec | Memory, SpecForm()] | None = None
+    priority: int = field(default=0, metadata={"strict": True})
+    compress_after: int = field(default=0, metadata=NATURAL)
     outer: Outer | None = None
 
     @property
@@ -143,18 +59,7 @@ class ShardPlan:
         >>> ShardPlan(Sync("none", period=4)).rounds
         Outer(optimizer='none', period=4, fragments=1, delay=0, merge=0.0, over='ranks')
         """
-        return Outer(period=self.sync.period) if self.sync.type == "none" else self.outer
-
-    @classmethod
-    def from_dict(cls, document: JsonObject) -> "ShardPlan":
-        """Return the plan of a valid document, the inverse of :meth:`to_dict`."""
-        names = ("compressor", "memory", "priority", "compress_after")
-        outer = document.get("outer")
-        return cls(
-            Sync.from_dict(document["sync"]),
-            **{name: document[name] for name in names if name in document},
-            outer=outer and Outer(**outer),
-        )
+        return Outer(period=self.sync.options["period"]) if self.sync.type == ALONE else self.outer
 
     def to_dict(self) -> JsonObject:
         """Return the part's form in a file, specs in their shortest form, and what is set of the other keys."""
@@ -200,15 +105,6 @@ class VariablePlan:
             return [v]
         shapes = [(*v.shape[:axis], size, *v.shape[axis + 1 :]) for size in self.sizes]
         return [Variable(f"{v.name}/part_{i}", shape, v.dtype, v.device, v.sparse) for i, shape in enumerate(shapes)]
-
-    @classmethod
-    def from_dict(cls, name: str, document: JsonObject) -> "VariablePlan":
-        """Return the plan of a variable from a valid document, the inverse of :meth:`to_dict`."""
-        variable = Variable(name, tuple(document["shape"]), document["dtype"], sparse=document["sparse"])
-        cut = document.get("partition")
-        if cut is None:
-            return cls(variable, (ShardPlan.from_dict(document),))
-        return cls(variable, tuple(map(ShardPlan.from_dict, document["parts"])), cut["axis"], tuple(cut["sizes"]))
 
     def to_dict(self) -> JsonObject:
         """Return the variable's form in a file."""
@@ -271,7 +167,7 @@ class Strategy:
         return [plan.variable for plan in self.plans]
 
     def to_dict(self) -> JsonObject:
-        """Return the strategy's document, as in a file."""
+        """Return the strategy's document, as in a file; :func:`grace.strategy.schema.parse` reads it."""
         return {
             "version": VERSION,
             "builder": self.builder or None,
@@ -279,12 +175,6 @@ class Strategy:
             "cluster": {"world_size": self.world_size, "nodes": self.nodes},
             "variables": {plan.variable.name: plan.to_dict() for plan in self.plans},
         }
-
-    @classmethod
-    def from_dict(cls, document: JsonObject) -> "Strategy":
-        """Return the strategy of a document that :meth:`to_dict` made; :mod:`grace.strategy.schema` reads users'."""
-        plans = tuple(VariablePlan.from_dict(name, entry) for name, entry in document["variables"].items())
-        return cls(plans, **document["cluster"], builder=document["builder"] or {})
 
     @property
     def id(self) -> str:
@@ -312,9 +202,7 @@ class Strategy:
                 )
 
 
-def faults(
-    plan: VariablePlan, world_size: int, communicators: Communicators | None = None
-) -> Iterator[tuple[str, str]]:
+def faults(plan: VariablePlan, world_size: int, communicators: Communicators) -> Iterator[tuple[str, str]]:
     """Yield the faults of a variable's plan: the field, and what would be right.
 
     Args:
@@ -347,7 +235,7 @@ def faults(
             yield "parts", f"there must be one per size: {len(plan.sizes)}, not {len(plan.parts)}"
     for i, part in enumerate(plan.parts):
         prefix = "" if axis is None else f"parts[{i}]."
-        for where, message in part_faults(part, v, world_size, {} if communicators is None else communicators):
+        for where, message in part_faults(part, v, world_size, communicators):
             yield prefix + where, message
 
 
@@ -356,41 +244,34 @@ def part_faults(
 ) -> Iterator[tuple[str, str]]:
     """Yield the faults of a part's plan."""
     sync = part.sync
-    if sync.type not in FIELDS and sync.type not in known("communicator"):
-        names = ", ".join({**FIELDS, **known("communicator")})
+    cls: Any = find("communicator", sync.type)
+    if cls is None and sync.type != ALONE:
+        names = ", ".join(sync_types())
         yield "sync.type", str(unusable("communicator").get(sync.type, f"{sync.type!r} is not known; known: {names}"))
         return
-    if not 0 <= sync.destination < world_size:
-        yield "sync.destination", f"rank {sync.destination} is not one of {world_size} (0 to {world_size - 1})"
-    for name, low in (("group", 0), ("staleness", 0), ("period", 1), ("ahead", 1)):
-        if getattr(sync, name) < low:
-            yield f"sync.{name}", f"must be at least {low}, not {getattr(sync, name)}"
-    if part.compress_after < 0:
-        yield "compress_after", f"must be at least 0, not {part.compress_after}"
-    if sync.hierarchical and "hierarchical" not in FIELDS[sync.type]:
-        yield "sync.hierarchical", f"is for {', '.join(COLLECTIVES)}, not for {sync.type}"
-    if not sync.sync and sync.staleness:
-        yield "sync.staleness", "goes with sync: true only; without it the bound is ahead"
-    if sync.sync and sync.ahead != AHEAD:
-        yield "sync.ahead", "goes with sync: false only; with sync: true the bound is staleness"
-    if part.outer is not None:
-        if sync.type == "none":
-            yield "outer", "sync none has a period of its own: choose another sync, which carries the drifts"
-            return
-        yield from ((f"outer.{key}", message) for key, message in part.outer.faults())
-    if sync.type == "none":
-        if part.compressor != "none" or part.memory not in (None, "none"):
-            yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
-        return
-    own = sync.type not in FIELDS
-    clashing = {"type", "group"} & known("communicator")[sync.type].parameters().keys() if own else set()
+    clashing = Sync.__dataclass_fields__.keys() & parameters_of(sync.type).keys()
     if clashing:
         yield "sync.type", f"{sync.type} has a parameter {min(clashing)!r}, which a strategy's sync has too: rename it"
         return
+    yield from ((f"sync.{key}", message) for key, message in sync.faults())
+    whole = isinstance(sync.destination, int) and not isinstance(sync.destination, bool)
+    if cls is not None and cls.rooted and not (whole and 0 <= sync.destination < world_size):
+        yield "sync.destination", f"rank {sync.destination!r} is not one of {world_size} (0 to {world_size - 1})"
+    yield from part.too_small()
+    if part.outer is not None:
+        if sync.type == ALONE:
+            yield "outer", "sync none has a period of its own: choose another sync, which carries the drifts"
+            return
+        yield from ((f"outer.{key}", message) for key, message in part.outer.faults())
+    if sync.type == ALONE:
+        if part.compressor != "none" or part.memory not in (None, "none"):
+            yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
+        return
     # A large model has thousands of equal parts: their communicator is made once. Only specs are compared.
     key = None
-    if isinstance(part.compressor, str) and isinstance(part.memory, str | None) and not sync.options:
-        key = replace(sync, group=0, destination=0), part.compressor, part.memory
+    if isinstance(part.compressor, str) and isinstance(part.memory, str | None):
+        options = {**sync.options, "destination": 0} if cls.rooted else sync.options
+        key = sync.type, repr(options), part.compressor, str(part.memory)
     communicator = None if key is None else communicators.get(key)
     try:
         if communicator is None:
@@ -405,7 +286,7 @@ def part_faults(
             communicators[key] = communicator
     except (ValueError, TypeError) as error:  # ConfigError, or an error of a user's own communicator
         # build_communicator checks all three parts: the message tells which field of the file is wrong
-        of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
+        of_sync = not is_ours(cls) or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)
         return
     why = unfit(communicator.compressor, communicator.memory) if part.outer is None and variable.sparse else ""
@@ -419,10 +300,8 @@ def communicator_of(part: ShardPlan) -> Communicator:
     Raises:
         ConfigError: its synchronization, compressor and memory do not go together.
     """
-    sync = part.sync
-    if sync.type == "none":
+    if part.sync.type == ALONE:
         return build_communicator("none", "none", "allreduce")
-    options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key not in PART_FIELDS} or sync.options
-    communicator = build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
+    communicator = build_communicator(part.compressor, part.memory, {"name": part.sync.type, **part.sync.options})
     communicator.compress_after = part.compress_after
     return communicator

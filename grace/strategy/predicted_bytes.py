@@ -55,7 +55,7 @@ def bytes_between_ranks(strategy: Strategy) -> list[list[float]]:
 
     Sums go round a ring, from each rank to the next; what is gathered goes from everyone to everyone, as shards do.
 
-    >>> from grace.strategy.plan import Sync, VariablePlan
+    >>> from grace.strategy import Sync, VariablePlan
     >>> through_1 = ShardPlan(Sync("reduce_broadcast", destination=1))
     >>> bytes_between_ranks(Strategy((VariablePlan(Variable("w", (25,)), (through_1,)),), world_size=3))
     [[0.0, 100.0, 0.0], [100.0, 0.0, 100.0], [0.0, 100.0, 0.0]]
@@ -78,7 +78,7 @@ def bytes_by_rank(strategy: Strategy) -> list[tuple[list[int], float]]:
     """Return the ranks that send equally many bytes in a step, and the bytes: each root of a rooted collective by
     itself, and last all other ranks, as an empty list, if there are any. Each rank receives as many bytes as it sends.
 
-    >>> from grace.strategy.plan import VariablePlan, Sync
+    >>> from grace.strategy import VariablePlan, Sync
     >>> part = ShardPlan(Sync("reduce_broadcast", destination=7))
     >>> bytes_by_rank(Strategy((VariablePlan(Variable("w", (25,)), (part,)),), world_size=10**9))
     [([7], 99999999900.0), ([], 100.0)]

@@ -1,6 +1,6 @@
 """Base of builders that send variables to destinations, the ranks that AutoDist calls parameter servers (PS)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from grace.communicators.reduce_broadcast import AHEAD, ReduceBroadcast
@@ -19,7 +19,7 @@ class PSBuilder(Builder):
         local_replication: True to send the answer once to each node, where one rank sends it to the others.
         ahead: number of steps whose means may be under way with ``sync=False``.
 
-    >>> PSBuilder(staleness=2).reduced(Variable("w", (4,)), destination=1).sync.staleness
+    >>> PSBuilder(staleness=2).reduced(Variable("w", (4,)), destination=1).sync.options["staleness"]
     2
     """
 
@@ -32,10 +32,9 @@ class PSBuilder(Builder):
         super().__post_init__()
         ReduceBroadcast(**self._sync_fields())  # raises if they do not go together
 
-    def reduced(self, variable: Variable, destination: int) -> ShardPlan:
+    def reduced(self, variable: Variable, destination: int, **options: Any) -> ShardPlan:
         """Return the plan of a part that one rank reduces, with the builder's parameters."""
-        part = super().reduced(variable, destination)
-        return replace(part, sync=replace(part.sync, **self._sync_fields()))
+        return super().reduced(variable, destination, **self._sync_fields(), **options)
 
     def _sync_fields(self) -> dict[str, Any]:
         """Return the fields of ``sync`` that the builder's parameters give."""

@@ -1,164 +1,79 @@
 """Strategy files: JSON or YAML in one schema, validated field by field."""
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents, schema_words
 from grace.core.atomic_files import atomic_write
-from grace.core.registry import checked, known, unusable
-from grace.core.variable import equal_sizes
+from grace.core.schema_words import FileForm
+from grace.core.variable import Variable, equal_sizes
 from grace.errors import ConfigError, missing_extra
 
 try:
-    import yaml
     from pydantic import (
         BeforeValidator,
-        ConfigDict,
         Discriminator,
         Field,
         JsonValue,
         StrictBool,
-        StrictFloat,
         StrictInt,
         StrictStr,
         Tag,
         ValidationError,
-        model_validator,
     )
-    from pydantic_core import PydanticCustomError
 except ImportError as error:
     raise missing_extra(error.name or "pydantic", "strategy") from error
 
-import re
-
-from grace.core.variable import Variable
 from grace.strategy.builder import Cluster
-from grace.strategy.matching import Dtype, Match, Natural, Positive, Spec, Strict
-from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, VariablePlan, fingerprint
+from grace.strategy.matching import Dtype, Match, Natural, Positive, Strict
+from grace.strategy.plan import ShardPlan, Strategy, VariablePlan, fingerprint
+from grace.strategy.sync import Sync
 
 
-class CollectiveEntry(Strict):
-    """Synchronization by a collective."""
-
-    type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge"]
-    """The communicator."""
-    group: Natural = 0
-    """Parts of one group, type, compressor and memory travel in one collective."""
-    hierarchical: StrictBool = False
-    """The ranks of each node average among themselves first, uncompressed; one of them exchanges with other nodes."""
-
-
-class ReduceBroadcastEntry(Strict):
-    """Synchronization by a rank that reduces and sends the mean round: a parameter server."""
-
-    type: Literal["reduce_broadcast"]
-    """This word."""
-    destination: Natural = 0
-    """The rank that reduces."""
-    sync: StrictBool = True
-    """False to apply means as they come."""
-    staleness: Natural = 0
-    """Steps that means are applied later; a rank may run as many steps ahead. With `sync: true` only."""
-    local_replication: StrictBool = False
-    """True to send the answer once to each node, where one rank sends it to the others."""
-    ahead: Positive = AHEAD
-    """Steps whose means may be under way, with `sync: false` only."""
-
-
-class Alone(Strict):
-    """No synchronization of gradients: ranks train on their own, and average the variable periodically."""
-
-    type: Literal["none"]
-    """This word."""
-    period: Positive = 1
-    """Steps between two averages."""
-
-
-class Rounds(Strict):
-    """Rounds in which ranks that train alone exchange how far they have drifted; `sync` carries the drifts."""
-
-    optimizer: Spec = "none"
-    """The outer optimizer's spec: `none` averages."""
-    period: Positive
-    """Iterations between two rounds."""
-    fragments: Positive = 1
-    """Number of fragments, which travel at different times."""
-    delay: Natural = 0
-    """Iterations for which a fragment may travel while training goes on."""
-    merge: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
-    """Share of its own drift that a rank keeps."""
-    over: Literal["ranks", "nodes"] = "ranks"
-    """`nodes`: the ranks of a node average gradients in every iteration."""
-
-
-class Own(Strict):
-    """Synchronization by another communicator, which is registered; its parameters are further keys."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
-
-    type: Annotated[StrictStr, Field(json_schema_extra={"not": {"enum": list(FIELDS)}})]
-    """The communicator's name."""
-    group: Natural = 0
-    """Parts of one group, type, compressor and memory travel in one collective."""
-
-    @model_validator(mode="after")
-    def _registered(self) -> "Own":
-        if self.type not in {**known("communicator"), **unusable("communicator")}:
-            names = list({**FIELDS, **known("communicator")})
-            near = schema_words.hint(self.type, names)
-            what = f"type {self.type!r} is not known{near}; known: {', '.join(names)}"
-            raise PydanticCustomError("sync", "{what}", {"what": what})
-        try:
-            checked("communicator", self.type, dict(self.model_extra or {}))
-        except ConfigError as error:
-            raise PydanticCustomError("sync", "{what}", {"what": str(error)}) from None
-        return self
-
-
-TAGS = {**dict.fromkeys(COLLECTIVES, "collective"), "reduce_broadcast": "reduce_broadcast", "none": "none"}
-
-
-def _tag(sync: object) -> str:
-    kind = sync.get("type") if isinstance(sync, dict) else getattr(sync, "type", None)
-    return TAGS.get(kind, "own") if isinstance(kind, str) else "own"
-
-
-Synchronization = Annotated[
-    Annotated[CollectiveEntry, Tag("collective")]
-    | Annotated[ReduceBroadcastEntry, Tag("reduce_broadcast")]
-    | Annotated[Alone, Tag("none")]
-    | Annotated[Own, Tag("own")],
-    Discriminator(_tag),  # so that an error is about the type that was written, not about all four
-]
-
-
-class Method(Strict):
-    """Compression of a part, and its turn."""
-
-    compressor: Spec = "none"
-    """A spec, as in `topk(ratio=0.01)`."""
-    memory: Spec | None = None
-    """A spec; the compressor's default if left out."""
-    priority: StrictInt = 0
-    """Parts of a lower priority start first."""
-    compress_after: Natural = 0
-    """Steps that are exchanged uncompressed first."""
-
-
-class PartEntry(Method):
+@dataclass(frozen=True, kw_only=True)
+class PartEntry(ShardPlan):
     """Exchange of a part."""
 
-    sync: Synchronization
-    """The part's synchronization."""
-    outer: Rounds | None = None
-    """The rounds, if ranks train alone; else gradients are exchanged in every step."""
+    sync: Sync  # required in files
+
+    def part(self) -> ShardPlan:
+        """Return the part's plan as an object."""
+        return ShardPlan(**{one.name: getattr(self, one.name) for one in fields(ShardPlan)})
 
 
-class CutEntry(Strict):
+@dataclass(frozen=True, kw_only=True)
+class Facts(FileForm):
+    """Facts of a variable.
+
+    Attributes:
+        shape: dimensions of the variable; none for a scalar.
+        dtype: dtype of the gradient.
+        sparse: true if the gradient is rows, as for embeddings.
+    """
+
+    shape: list[Natural]
+    dtype: Dtype = "float32"
+    sparse: StrictBool = False
+
+    def variable(self, name: str) -> Variable:
+        """Return the variable."""
+        return Variable(name, tuple(self.shape), self.dtype, sparse=self.sparse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariableEntry(PartEntry, Facts):
+    """A variable that is not cut, with the keys of its only part."""
+
+    def plan(self, name: str) -> VariablePlan:
+        """Return the variable's plan as an object."""
+        return VariablePlan(self.variable(name), (self.part(),))
+
+
+class Cut(Strict):
     """Lengths along an axis."""
 
     axis: Natural
@@ -167,45 +82,43 @@ class CutEntry(Strict):
     """The parts' lengths, which add up to the dimension."""
 
 
-class VariableEntry(Method):
-    """A variable, with either its parts or, if it is not cut, the keys of its only part."""
+@dataclass(frozen=True, kw_only=True)
+class CutVariableEntry(Facts):
+    """A variable that is cut, with its parts.
 
-    model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": ["sync"]}, {"required": ["partition", "parts"]}]}
-    )
+    Attributes:
+        partition: cut into parts.
+        parts: the parts, one for each size of the partition.
+    """
 
-    shape: list[Natural]
-    """The variable's dimensions; none for a scalar."""
-    dtype: Dtype = "float32"
-    """The gradient's dtype."""
-    sparse: StrictBool = False
-    """True if the gradient is rows, as for embeddings."""
-    partition: CutEntry | None = None
-    """The cut into parts; none if the variable is not cut."""
-    parts: list[PartEntry] | None = None
-    """The parts, one for each size of the partition."""
-    sync: Synchronization | None = None
-    """The synchronization of a variable that is not cut, as are its method, `priority` and `compress_after`."""
-    outer: Rounds | None = None
-    """The rounds, if ranks train alone; else gradients are exchanged in every step."""
+    partition: Cut
+    parts: list[PartEntry]
+
+    @classmethod
+    def check_keys(cls, value: object) -> object:
+        """Return a file's value. Raise PydanticCustomError if it has an unknown key, or one that belongs to a part."""
+        for one in fields(ShardPlan):
+            if isinstance(value, dict) and one.name in value:
+                raise schema_words.fault_at(one.name, "a variable that is cut has it in each of its parts")
+        return super().check_keys(value)
 
     def plan(self, name: str) -> VariablePlan:
-        """Return the variable's plan as an object.
+        """Return the variable's plan as an object."""
+        parts = tuple(part.part() for part in self.parts)
+        return VariablePlan(self.variable(name), parts, self.partition.axis, tuple(self.partition.sizes))
 
-        Raises:
-            ConfigError: both forms are mixed, or neither is there.
-        """
-        own = self.model_fields_set & PartEntry.model_fields.keys()
-        if self.partition is not None:
-            if own:
-                raise ConfigError(f"variable {name!r}, {min(own)}: a variable that is cut has it in each of its parts")
-            if self.parts is None:
-                raise ConfigError(f"variable {name!r}, parts: is missing; there must be one per size of the partition")
-        elif self.parts is not None:
-            raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
-        elif self.sync is None:
-            raise ConfigError(f"variable {name!r}, sync: is missing")
-        return VariablePlan.from_dict(name, self.model_dump())
+
+WHOLE, CUT = "whole", "cut"
+
+
+def _tag(entry: object) -> str:
+    return CUT if isinstance(entry, dict) and entry.keys() & {"partition", "parts"} else WHOLE
+
+
+AnyVariableEntry = Annotated[
+    Annotated[VariableEntry, Tag(WHOLE)] | Annotated[CutVariableEntry, Tag(CUT)],
+    Discriminator(_tag),  # so that an error is about the form that was written, not about both
+]
 
 
 class Shards(Strict):
@@ -217,17 +130,21 @@ class Shards(Strict):
     """The number of parts, at most the dimension."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RuleEntry(PartEntry):
-    """The exchange of the variables that a rule matches."""
+    """The exchange of the variables that a rule matches.
+
+    Attributes:
+        match: condition that variables of this rule fulfil.
+        partition: cut of each variable; if left out, it is not cut.
+    """
 
     match: Match
-    """The condition that variables of this rule fulfil."""
     partition: Shards | None = None
-    """The cut of each variable; if left out, it is not cut."""
 
     def plan(self, variable: Variable) -> VariablePlan:
         """Return the plan of a variable that the rule matches."""
-        part = ShardPlan.from_dict(self.model_dump())
+        part = self.part()
         axis = 0 if self.partition is None else self.partition.axis
         n = variable.shape[axis] if axis < len(variable.shape) else 0
         if self.partition is None or n == 0:
@@ -269,7 +186,7 @@ class Document(Strict):
     """
     cluster: ClusterEntry = ClusterEntry()
     """The ranks that the strategy is for; any number if left out."""
-    variables: dict[StrictStr, VariableEntry] = {}
+    variables: dict[StrictStr, AnyVariableEntry] = {}
     """The variables by name, in the model's order: each one has its entry, or a rule matches it."""
     rules: list[RuleEntry] = []
     """Rules for the variables that have no entry; the first that matches counts, and one must match."""
@@ -304,7 +221,7 @@ def parse(
 
     >>> parse({"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "ring"}}}})
     Traceback (most recent call last):
-    grace.errors.ConfigError: the strategy, variables.w.sync: type 'ring' is not known; known: allreduce, ...
+    grace.errors.ConfigError: the strategy, variables.w.sync: type 'ring' is not known; known: allgather, ...
     """
     try:
         read = Document.model_validate(document)
@@ -323,10 +240,8 @@ def parse(
 
 
 def _format_location(location: Sequence[int | str]) -> str:
-    words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    # pydantic puts the tag of a union's member into the location: it is no key of the file
-    tags = {f".{tag}" for tag in [*TAGS.values(), "own"]}
-    return "".join(word for i, word in enumerate(words) if not (word in tags and words[i - 1] == ".sync")).lstrip(".")
+    # pydantic puts the tag of a union's member, which is no key of the file, behind a variable's name.
+    return schema_words.place([part for i, part in enumerate(location) if i != 2 or location[0] != "variables"])
 
 
 def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: Cluster | None) -> Strategy:
@@ -342,7 +257,7 @@ def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: 
     builder = {} if read.builder is None else read.builder.model_dump()
     destinations = [part.sync.destination for plan in plans.values() for part in plan.parts]
     # a file that names no cluster, read without one: as many ranks as its destinations need
-    least = max([read.cluster.nodes or 1, *(destination + 1 for destination in destinations)])
+    least = max([read.cluster.nodes or 1, *(1 + rank for rank in destinations if isinstance(rank, int))])
     size = read.cluster.world_size or (cluster.world_size if cluster else least)
     nodes = read.cluster.nodes or (len(set(cluster.ranks)) if cluster and cluster.world_size == size else 1)
     strategy = Strategy(tuple(plans.values()), size, nodes, builder)
@@ -376,6 +291,8 @@ def dump(strategy: Strategy, path: str | Path) -> None:
     if str(path).endswith(".json"):
         text = json.dumps(document, indent=1) + "\n"
     else:
+        import yaml  # JSON does without
+
         text = yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
     with atomic_write(path) as draft:
         draft.write_text(text)

@@ -128,7 +128,7 @@ THEIRS = """
 from dataclasses import dataclass, replace
 from grace.communicators import Allgather
 from grace.strategy.builders.all_reduce import AllReduce
-from grace.strategy.plan import Sync
+from grace.strategy import Sync
 from grace.strategy.rule import Rule
 
 class Tree(Allgather):

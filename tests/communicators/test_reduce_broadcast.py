@@ -6,7 +6,7 @@ import torch
 
 import grace
 from grace.core.registry import make
-from grace.strategy.plan import ShardPlan, Sync, VariablePlan
+from grace.strategy import ShardPlan, Sync, VariablePlan
 from grace.torch.parameters import make_variables
 from tests.exchange.test_aggregates import DGCMemory, Residual, largest
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole

@@ -181,7 +181,7 @@ def under_less(staleness: int, strategy: bool) -> tuple:
 
 
 def _strategy(model, staleness, cut):
-    from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+    from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
     from grace.torch.parameters import make_variables
 
     part = ShardPlan(Sync("reduce_broadcast", staleness=staleness))

@@ -11,8 +11,8 @@ import tensorflow as tf
 import grace
 from grace.cli.inputs import model_variables
 from grace.session.settings import Settings
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.choices import Choices
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.tensorflow.step_session import StepSession
 from tests.support.drawing import THOROUGH
 from tests.support.own_parts import InPieces, registered

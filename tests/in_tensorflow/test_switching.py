@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import grace
 from grace.core.variable import Variable
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.tensorflow import Compressor, Traits
 from grace.tensorflow.representation import Tensors
 from tests.support.own_parts import registered

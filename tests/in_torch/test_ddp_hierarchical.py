@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grace
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import make_variables
 from tests.support.pools import on_ranks
 from tests.support.strategies import uneven

@@ -51,16 +51,16 @@ def test_plans_for_another_run_are_refused(made):
     ("change", "says"),
     [
         ({"versions": {"plan": 0}}, "no plan of version 1"),
-        ({"colour": "red"}, "field 'colour' is unknown"),
-        ({"batch": "8"}, "batch must be a whole number"),
-        ({"stages": {}}, "stages must be a list"),
+        ({"colour": "red"}, "plan.json, colour: unknown key"),
+        ({"batch": "8"}, "plan.json, batch: must be a whole number"),
+        ({"stages": {}}, "stages: must be a list, not {}"),
         ({"stages": []}, "at least one stage"),
         ({"microbatches": 3}, "do not divide a batch of 8"),
         ({"schedule": "fast"}, "unknown; there are gpipe"),
-        ({"recompute": 1}, "recompute must be true or false"),
-        ({"batch": True}, "batch must be a whole number"),
+        ({"recompute": 1}, "recompute: must be true or false"),
+        ({"batch": True}, "plan.json, batch: must be a whole number"),
         ({"seconds": 10**400}, "is too large"),
-        ({"memory": ["much"]}, "memory must be a list of finite numbers"),
+        ({"memory": ["much"]}, r"memory\[0\]: must be a number, not 'much'"),
     ],
 )
 def test_damaged_plans_are_refused(made, change, says, tmp_path):
@@ -70,7 +70,7 @@ def test_damaged_plans_are_refused(made, change, says, tmp_path):
         Plan.load(path)
     document = made.to_dict()
     del document["stages"][0]["nodes"]
-    with pytest.raises(ConfigError, match="stage 0: the field 'nodes' is missing"):
+    with pytest.raises(ConfigError, match=r"the plan, stages\[0\].nodes: is missing"):
         Plan.from_dict(document)
     document = made.to_dict()
     document["stages"][0]["nodes"] = []

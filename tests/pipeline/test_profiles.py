@@ -62,7 +62,7 @@ def test_nodes_of_profiles_are_put_in_order():
     [
         ([], "needs the field graph"),
         ({"graph": 7}, "version 7"),
-        ({"graph": 1, "nodes": [{"name": "a", "weight": 3}]}, "node 0: the field 'weight' is unknown"),
+        ({"graph": 1, "nodes": [{"name": "a", "weight": 3}]}, r"nodes\[0\].weight: unknown key"),
         ({"graph": 1, "nodes": []}, "KeyError"),
         ({"graph": 1, "rows": 1, "inputs": {}, "outputs": [], "nodes": []}, "at least one node"),
     ],

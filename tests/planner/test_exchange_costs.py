@@ -20,9 +20,9 @@ from grace.planner.step_simulation import most_sent
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.drawing import THOROUGH
 from tests.support.pairwise import pairwise
 from tests.support.pretended import Pretended, sent_by

@@ -16,8 +16,8 @@ from grace.planner.network import Links
 from grace.planner.problem import Problem
 from grace.planner.step_simulation import Timeline
 from grace.planner.uniform_plans import uniform_strategy
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 VARIABLES = [Variable(f"layer{i}.w", (256, 128)) for i in range(3)] + [
     Variable("head", (10, 128)),

@@ -11,7 +11,7 @@ from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.costs import Curve
 from grace.planner.network import DIRECT_BYTES, KINDS, Links, MeasuredNetwork, steps_of
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 
 GIGABYTE = Links(bandwidth=1e9, latency=1e-4)
 BYTES, RANKS, EACH = st.floats(0, 1e9), st.integers(1, 1024), st.sampled_from(KINDS)

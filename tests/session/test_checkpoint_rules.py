@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grace
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync
 from tests.support.checkpoints import SHAPES, load, made, saved_by, sealed
 from tests.support.pools import ranks_of
 from tests.support.strategies import executed, strategy_of, whole

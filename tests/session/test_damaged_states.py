@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import grace
 from grace.session import state_schema
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync
 from tests.support.damaged_states import at, bent, changed, each, loads_or_changes_nothing, mutated, places, resealed
 from tests.support.strategies import Tables, executed, reduced, strategy_of, whole
 from tests.support.training import copied, state_of

@@ -11,7 +11,7 @@ import grace
 from grace.backends.topology import NodeGroups, Topology
 from grace.communicators.reduce_broadcast import Replication
 from grace.core.backend import LocalBackend
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.exchange.test_aggregates import largest
 from tests.support.engine_pools import available, command, environment

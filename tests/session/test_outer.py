@@ -13,7 +13,7 @@ from grace.core.compressor import Compressor
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import known, legal_memories, make
 from grace.errors import StepError
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync
 from grace.strategy.predicted_bytes import bytes_between_ranks
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.strategies import Tables, executed, strategy_of, whole
@@ -838,7 +838,7 @@ CARRIERS = [
 @pytest.mark.parametrize(("sync", "compressor"), CARRIERS)
 @on_ranks(2, 3)
 def test_bytes_of_rounds_are_those_that_the_strategy_predicts_per_iteration(sync, compressor):
-    part = ShardPlan(Sync(sync), compressor, outer=Outer("nesterov", 3))
+    part = ShardPlan(Sync(sync), compressor, outer=Outer("nesterov", period=3))
     strategy, sent, traffic, metrics = counted(part, 6)
     assert traffic.sent_bytes == sent
     said = 6 * sum(bytes_between_ranks(strategy)[grace.rank()])

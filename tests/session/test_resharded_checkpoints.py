@@ -6,7 +6,7 @@ import torch
 
 import grace
 from grace.core.registry import make
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync
 from tests.support.pairwise import pairwise
 from tests.support.pools import ranks_of
 from tests.support.strategies import (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import grace
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync
 from tests.support.pools import launched, on_ranks
 from tests.support.strategies import cut, strategy_of
 from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, weights, whole
 from tests.support.training import digest
 
@@ -86,7 +86,9 @@ SYNCS = [
 ]
 
 
-@pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: f"{sync.type}-{sync.destination}-{sync.local_replication}")
+@pytest.mark.parametrize(
+    "sync", SYNCS, ids=lambda sync: f"{sync.type}-{sync.destination}-{sync.options.get('local_replication')}"
+)
 def test_two_steps_subtract_the_mean_of_all_ranks_gradients(ranks, sync):
     check_means(ranks.run(all_by, sync), ranks.size)
 

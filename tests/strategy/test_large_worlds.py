@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from grace.cli.main import app
 from grace.core.variable import Variable
-from grace.strategy import schema
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan, schema
 from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank
 from tests.support.examples import examples
 

@@ -7,10 +7,9 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 import grace
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.strategy import schema
+from grace.strategy import Sync, schema
 from grace.strategy.builder import Builder, OneNode
 from grace.strategy.builders.all_reduce import AllReduce
-from grace.strategy.plan import Sync
 from grace.strategy.predicted_bytes import collectives_of
 from tests.support.own_parts import InPieces, Named, PiecesOf, Whole, registered
 from tests.support.pools import launched
@@ -86,10 +85,13 @@ def test_defaults_are_filled_in_and_survive_a_round_trip(tmp_path):
             {"type": "in_piece"},
             r"s.yaml.*type 'in_piece' is not known \(did you mean 'in_pieces'\?\); known: .*in_pieces",
         ),
-        ({"type": "in_pieces", "mots": 3}, r"w.sync: communicator in_pieces has no parameter 'mots'.*most=64"),
+        (
+            {"type": "in_pieces", "mots": 3},
+            r"w.sync.mots: unknown key \(did you mean 'most'\?\); known: .*, most",
+        ),
         ({"type": "in_pieces", "most": 0}, r"variable 'w', sync: most must be positive"),
         ({"type": "in_pieces", "most": "many"}, r"variable 'w', sync: .*'<' not supported"),
-        ({"type": "in_pieces", "group": -1}, r"variables.w.sync.group: must be greater"),
+        ({"type": "in_pieces", "group": -1}, r"variables.w.sync.group: must be a whole number of at least 0, not -1"),
         ({}, r"variables.w.sync.type: is missing"),
     ],
 )
@@ -148,9 +150,9 @@ def test_uniform_takes_any_communicator_with_its_parameters(communicator, wanted
 @pytest.mark.parametrize(
     ("communicator", "message"),
     [
-        ("allreduce(rings=2)", "sync allreduce has no field 'rings'; it has: group"),
-        ("in_pieces(rings=2)", "communicator in_pieces has no parameter 'rings'"),
-        ("ring", "unknown communicator 'ring'"),
+        ("allreduce(rings=2)", "sync allreduce, rings: unknown key; known: type, group"),
+        ("in_pieces(rings=2)", "sync in_pieces, rings: unknown key; known: type, .*, most"),
+        ("ring", "sync ring: type 'ring' is not known; known: .*in_pieces"),
     ],
 )
 def test_uniform_refuses_others(communicator, message):

@@ -6,7 +6,7 @@ import pytest
 import grace
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.predicted_bytes import bytes_between_ranks, payload_bytes
 from tests.support.pairwise import pairwise
 from tests.support.strategies import (

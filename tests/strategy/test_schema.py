@@ -11,12 +11,13 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 import grace
 from grace.backends.topology import Topology
-from grace.core.registry import make
+from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import resolve
 from grace.strategy.plan import fingerprint
+from tests.support.own_parts import InPieces, registered
 
 VARIABLES = [
     Variable("emb", (40, 8), sparse=True),
@@ -92,14 +93,21 @@ def edited(**changes):
         ({"sync": {"type": "ring"}}, r"variables.w.sync: .*'ring'"),
         ({"sync": {"type": "allreduce", "destination": 1}}, r"w.sync.destination: unknown key; known: type, group"),
         ({"sync": {"type": "reduce_broadcast", "destination": 2}}, r"sync.destination: rank 2 is not one of 2"),
-        ({"sync": {"type": "none", "period": 0}}, r"variables.w.sync.period: .*greater than or equal to 1"),
+        ({"sync": {"type": "none", "period": 0}}, r"variables.w.sync.period: must be a whole .* at least 1, not 0"),
         ({"sync": {"type": "none"}, "compressor": "topk"}, r"variable 'w', compressor: ranks that train on their own"),
         ({"compressor": "topk"}, r"variable 'w', sync: allreduce cannot carry topk"),
         ({"compressor": "topq"}, r"variable 'w', compressor: unknown compressor 'topq' \(did you mean 'topk'"),
         ({"compressor": ["topk"]}, r"w.compressor: must be text, as in `topk.*`, or keys with values, not"),
         ({"memory": "dgc"}, r"variable 'w', compressor: memory dgc cannot serve"),
-        ({"partition": {"axis": 2, "sizes": [1]}, "parts": []}, r"variable 'w', sync: a variable that is cut"),
-        ({"parts": []}, r"variable 'w', parts: there is no partition"),
+        ({"partition": {"axis": 2, "sizes": [1]}, "parts": []}, r"w.sync: a variable that is cut has it in each"),
+        ({"parts": []}, r"variables.w.sync: a variable that is cut has it in each"),
+        ({"sync": {"type": "none", "period": True}}, r"variables.w.sync.period: must be a whole number.*, not True"),
+        ({"sync": {"type": "allreduce", "group": 1.5}}, r"variables.w.sync.group: must be a whole number.*, not 1.5"),
+        ({"sync": {"type": "allreduce", "hierarchical": 1}}, r"w.sync.hierarchical: must be true or false, not 1"),
+        ({"sync": {"type": "reduce_broadcast", "destination": True}}, r"sync.destination: rank True is not one of 2"),
+        ({"sync": {"type": "reduce_broadcast", "ahead": 2}}, r"variable 'w', sync: reduce_broadcast: ahead goes with"),
+        ({"sync": {"type": 7}}, r"variables.w.sync.type: must be text, not 7"),
+        ({"sync": 7}, r"variables.w.sync: must be keys with values, not 7"),
         ({"outer": {"period": 4, "merge": "0.5"}}, r"variables.w.outer.merge: must be a .*number, not '0.5'"),
         ({"outer": {"period": 4, "merge": True}}, r"variables.w.outer.merge: must be a .*number, not True"),
         ({"sparse": True, "compressor": "signsgd", "sync": {"type": "allgather"}}, r"is sparse, and signsgd votes"),
@@ -204,10 +212,22 @@ def test_every_field_is_described_for_editors():
     fields = [(key, field) for model in models for key, field in model.get("properties", {}).items()]
     assert len(fields) > 40
     assert [key for key, field in fields if not field.get("description")] == []
-    own, alone = found["$defs"]["Own"], found["$defs"]["Alone"]
-    assert alone["properties"]["type"]["const"] in own["properties"]["type"]["not"]["enum"]  # one form fits, not two
-    assert own["additionalProperties"] is not False
-    assert alone["additionalProperties"] is False
+
+
+def test_editors_know_each_communicator_with_its_parameters():
+    with registered(InPieces):
+        *forms, other = schema.json_schema()["$defs"]["Sync"]["oneOf"]
+    types = [form["properties"]["type"] for form in forms]
+    names = [name for one in types for name in one["enum"]]
+    assert sorted(names) == sorted(other["properties"]["type"]["not"]["enum"])  # one form fits, not two
+    assert sorted(names) == sorted([*known("communicator"), "in_pieces", "none"])
+    (own,) = (form for form in forms if form["properties"]["type"]["enum"] == ["in_pieces"])
+    assert own["properties"]["most"] == {"type": "integer", "description": "Bytes.", "default": 64}
+    (rooted,) = (form for form in forms if "destination" in form["properties"])
+    assert rooted["properties"]["ahead"].items() >= {"type": "integer", "minimum": 1, "default": 8}.items()
+    assert all(field["description"] for form in forms for field in form["properties"].values())
+    assert {form["additionalProperties"] for form in forms} == {False}
+    assert "additionalProperties" not in other
 
 
 SUM = "sync: {type: allreduce}"

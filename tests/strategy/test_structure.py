@@ -7,9 +7,9 @@ import grace
 from grace.backends.topology import Topology
 from grace.core.registry import make
 from grace.core.variable import Variable
-from grace.strategy import schema
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan, schema
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from tests.support.own_parts import InPieces, registered
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, variables_of, weights
 from tests.support.training import copied, digest, used
@@ -41,6 +41,21 @@ def trained(how):
 def test_the_mean_is_that_of_all_ranks_whatever_each_variables_structure(engine, how):
     answers = launched(engine, 3).run(trained, how)
     assert len({bits for _, bits in answers}) == 1
+    assert_close(answers[0][0], {name: value.numpy() for name, value in on_the_mean(mixed(), 3, range(3)).items()})
+
+
+def trained_by_own():
+    rule = {"match": {}, "sync": {"type": "in_pieces", "most": 50, "hierarchical": True}}
+    with registered(InPieces):
+        weights, digest = trained({"version": 1, "rules": [rule]})
+        return weights, digest, InPieces.sent
+
+
+@pytest.mark.ranks
+def test_a_communicator_of_the_users_can_be_hierarchical(three_ranks):
+    answers = three_ranks.run(trained_by_own)
+    assert len({bits for _, bits, _ in answers}) == 1
+    assert [sent > 0 for *_, sent in answers] == [True, False, True]  # the leaders alone
     assert_close(answers[0][0], {name: value.numpy() for name, value in on_the_mean(mixed(), 3, range(3)).items()})
 
 
@@ -167,7 +182,7 @@ def test_horovod_decides_itself_and_its_own_switch_is_named():
 
 def test_the_field_is_for_collectives_and_written_only_where_it_is_set():
     v = Variable("w", (4,))
-    with pytest.raises(grace.ConfigError, match=r"sync\.hierarchical: is for allreduce, .*, not for reduce_broadcast"):
+    with pytest.raises(grace.ConfigError, match=r"sync\.hierarchical: is for allgather, .*, not for reduce_broadcast"):
         Strategy((VariablePlan(v, (ShardPlan(Sync("reduce_broadcast", hierarchical=True)),)),))
     document = Strategy((VariablePlan(v, (ShardPlan(Sync(hierarchical=True)),)),)).to_dict()
     assert document["variables"]["w"]["sync"] == {"type": "allreduce", "group": 0, "hierarchical": True}

@@ -11,8 +11,7 @@ import yaml
 import grace
 from examples.torch import models
 from grace.core.registry import make
-from grace.strategy import schema
-from grace.strategy.plan import ShardPlan, Sync
+from grace.strategy import ShardPlan, Sync, schema
 from tests.support.pools import ranks_of
 from tests.support.strategies import (
     BUILDERS,

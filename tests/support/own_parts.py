@@ -9,8 +9,8 @@ from grace import Communicator, Compressor, Traits
 from grace.core import registry
 from grace.core.backend import Handle
 from grace.kernels import kernels_of
+from grace.strategy import ShardPlan, Sync, VariablePlan
 from grace.strategy.builder import Builder
-from grace.strategy.plan import ShardPlan, Sync, VariablePlan
 from grace.strategy.rule import Rule
 
 

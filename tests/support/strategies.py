@@ -11,8 +11,8 @@ import torch
 import grace
 from grace.core.registry import make
 from grace.core.variable import Variable
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.training import weights
 

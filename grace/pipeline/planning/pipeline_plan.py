@@ -9,6 +9,7 @@ from pathlib import Path
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.quantities import align_columns, show_bytes
+from grace.core.schema_words import read_record
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
@@ -173,15 +174,7 @@ class Plan:
         version = versions.get("plan") if isinstance(versions, dict) else None
         if version != VERSION:
             raise ConfigError(f"{source} is no plan of version {VERSION} (its version is {version!r}): plan again")
-        stages = document.get("stages")
-        if not isinstance(stages, list):
-            raise ConfigError(f"{source}: stages must be a list")
-        made = tuple(documents.record(Stage, stage, f"{source}: stage {i}") for i, stage in enumerate(stages))
-        try:
-            return documents.record(cls, document, source, stages=made)
-        except ConfigError as error:
-            said = str(error)  # record() names the source, and the checks of Plan do not
-            raise ConfigError(said if said.startswith(source) else f"{source}: {said}") from None
+        return read_record(cls, document, source)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
+from grace.core.schema_words import read_record
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph, GraphNode
@@ -97,13 +98,11 @@ def of_dict(document: object, source: str = "the document") -> Graph:
     if document["graph"] != VERSION:
         raise ConfigError(f"{source} is a graph of version {document['graph']!r}, and this reads version {VERSION}")
     try:
-        nodes = tuple(documents.record(GraphNode, one, f"node {i}") for i, one in enumerate(document["nodes"]))
-        variables = tuple(
-            documents.record(Variable, one, f"variable {i}") for i, one in enumerate(document.get("variables", ()))
-        )
+        nodes = tuple(read_record(list[GraphNode], document["nodes"], "nodes"))
+        variables = tuple(read_record(list[Variable], document.get("variables", []), "variables"))
         together = tuple(frozenset(group) for group in document.get("together", ()))
         return Graph(nodes, dict(document["inputs"]), tuple(document["outputs"]), document["rows"], together, variables)
-    except ConfigError as error:  # of a record, or of Graph: neither knows the file
+    except ConfigError as error:  # of its records, or of Graph: neither knows the file
         raise ConfigError(f"{source}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{source} is no graph: {type(error).__name__}: {error}") from None

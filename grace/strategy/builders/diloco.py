@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from grace.core.outer import Outer, OuterArg
+from grace.core.outer import OVER, Outer, OuterArg
 from grace.core.registry import make
 from grace.strategy.builders.uniform import Uniform
 
@@ -28,7 +28,7 @@ class DiLoCo(Uniform):
 
     period: int = 500
     optimizer: OuterArg = "nesterov(lr=0.7, momentum=0.9)"
-    over: str = "ranks"
+    over: OVER = "ranks"
 
     name = "diloco"
 
@@ -38,7 +38,7 @@ class DiLoCo(Uniform):
 
     def outer(self) -> Outer:
         """Return the settings of the rounds."""
-        return Outer(make("outer", self.optimizer).spec, self.period, over=self.over)
+        return Outer(make("outer", self.optimizer).spec, period=self.period, over=self.over)
 
     def collective(self, variable, group):
         return replace(super().collective(replace(variable, sparse=False), group), outer=self.outer())

@@ -17,7 +17,7 @@ class PS(PSBuilder):
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
     >>> strategy = PS(destination=1, staleness=2).build([Variable("w", (4,)), Variable("b", (2,))], OneNode(2))
-    >>> [(plan.parts[0].sync.destination, plan.parts[0].sync.staleness) for plan in strategy.plans]
+    >>> [(plan.parts[0].sync.destination, plan.parts[0].sync.options["staleness"]) for plan in strategy.plans]
     [(1, 2), (1, 2)]
     """
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from grace.core.specs import Spec
 from grace.strategy.builder import Builder
 from grace.strategy.grouping import group_by_kind
-from grace.strategy.plan import Sync
+from grace.strategy.sync import Sync
 
 
 @dataclass

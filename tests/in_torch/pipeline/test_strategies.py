@@ -9,7 +9,7 @@ import grace
 from grace.core.variable import Variable
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
 from grace.planner import driver, planning
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.pipelines import made, pipeline, run_steps
 from tests.support.pools import on_ranks
 from tests.support.training import digest, refusal

@@ -719,7 +719,7 @@ class Session:
         if unknown and self.runner.backend.rank == 0:
             warnings.warn(
                 f"the buffers of the model ({unknown}, ...) differ by rank while ranks train alone, and are not "
-                "averaged: pass the model itself as named_parameters, and their means over ranks replace them at each round",
+                "averaged: pass the model itself as named_parameters, and their means replace them at each round",
                 stacklevel=7,
             )
 

@@ -97,7 +97,10 @@ def prepare(
     all_found = found if len(objects) > 1 else (found,)
     models = [each for each in all_found if isinstance(each, torch.nn.Module)]
     if not models:
-        raise ConfigError("grace.integrations.accelerate.prepare needs the model: prepare(accelerator, model, ...)")
+        raise ConfigError(
+            "grace.integrations.accelerate.prepare needs the model, to prepare it together with its optimizer: "
+            "prepare(accelerator, model, optimizer, ...). Loaders and schedulers may go to accelerator.prepare alone"
+        )
     optimizers = [each for each in all_found if isinstance(each, torch.optim.Optimizer)]
     for model in models:
         if not any(p.requires_grad for p in model.parameters()):

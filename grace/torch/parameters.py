@@ -175,7 +175,10 @@ def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer
     if optimizer is None and (parts or communicator.memory.needs_lr):
         part = communicator.memory if communicator.memory.needs_lr else parts[0]
         what = "follows the learning rate" if communicator.memory.needs_lr else "replaces the optimizer's momentum"
-        raise ConfigError(f"the {part.kind} {part.spec} {what}: register_ddp_hook(model, ..., optimizer=optimizer)")
+        raise ConfigError(
+            f"the {part.kind} {part.spec} {what}: register_ddp_hook(model, ..., optimizer=optimizer), or under "
+            "Accelerate prepare(accelerator, model, optimizer, ...)"
+        )
     check_momentum(parts, optimizer)
 
 

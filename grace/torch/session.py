@@ -56,7 +56,7 @@ from grace.torch.parameters import (
     scaler_enabled,
 )
 from grace.torch.step_hooks import ScalerHook
-from grace.torch.wrappers import check_unwrapped
+from grace.torch.wrappers import check_unwrapped, live_instances
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver
@@ -715,6 +715,13 @@ class Session:
                 "their means over ranks replace them at each round",
                 stacklevel=7,
             )
+        unknown = not self.buffers and next(unknown_buffers(self.parameters), None)
+        if unknown and self.runner.backend.rank == 0:
+            warnings.warn(
+                f"the buffers of the model ({unknown}, ...) differ by rank while ranks train alone, and are not "
+                "averaged: pass the model itself as named_parameters, and their means replace them at each round",
+                stacklevel=7,
+            )
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
@@ -804,6 +811,19 @@ def _float_buffers(parameters: NamedParameters) -> dict[str, torch.Tensor]:
     floats = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
     names = unwrap_names([name for name, _ in floats])
     return {name: buffer for name, (_, buffer) in zip(names, floats, strict=True)}
+
+
+def unknown_buffers(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield the names of floating-point buffers in the modules that hold parameters, where the model was not given."""
+    names = {id(p): name for name, p in parameters.items()}
+    for module in live_instances(torch.nn.Module):
+        own = vars(module)
+        held = next((names[id(p)] for p in own.get("_parameters", {}).values() if id(p) in names), None)
+        if held is not None:
+            path = held.rpartition(".")[0]
+            for name, buffer in own["_buffers"].items():
+                if buffer is not None and buffer.is_floating_point():
+                    yield f"{path}.{name}" if path else name
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:

@@ -50,7 +50,8 @@ class StateMixin:
         distributed."""
         raise ConfigError(
             "add the parameter group to the optimizer before grace.DistributedOptimizer, which fixes what is "
-            "exchanged together"
+            "exchanged together; or call optimizer.close() on all ranks, add the group, and make the optimizer "
+            "distributed again"
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:

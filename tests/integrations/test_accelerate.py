@@ -314,6 +314,9 @@ def test_what_cannot_work_is_refused_in_accelerates_words(tmp_path):
     def without_optimizer() -> None:
         grace.integrations.accelerate.prepare(accelerator(), net(), outer="none", period=2)
 
+    def following_no_optimizer() -> None:
+        grace.integrations.accelerate.prepare(accelerator(), net(), compressor="efsignsgd")
+
     misuses = {
         in_step: ["keeps '0.weight' in step", "frameworks clip all", "over='nodes'"],
         without_optimizer: ["need one optimizer that has all parameters"],
@@ -321,7 +324,8 @@ def test_what_cannot_work_is_refused_in_accelerates_words(tmp_path):
             "is in a DistributedDataParallel model",
             "grace.integrations.accelerate.prepare(accelerator, model, optimizer,",
         ],
-        without_model: ["needs the model"],
+        without_model: ["needs the model", "Loaders and schedulers may go to accelerator.prepare alone"],
+        following_no_optimizer: ["follows the learning rate", "prepare(accelerator, model, optimizer, ...)"],
         twice: ["has Grace's hook already"],
         sharded: ["sharded by fully_shard (FSDP2)", "Start without FSDP", "grace.torch.register_fsdp_hook"],
         another_step: ["were saved at", "and the run is at", "prepare(..., memory_state='reset')"],

@@ -1,5 +1,6 @@
 """Outer rounds: what they compute, on real ranks, against the formulas and torch's own optimizers."""
 
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -521,6 +522,18 @@ def test_buffers_are_averaged_at_a_round():
         assert torch.equal(norm.running_mean, shared)
     assert not torch.equal(norm.running_mean, shared)
     return digest(shared)
+
+
+@on_ranks(2)
+def test_buffers_of_a_model_that_is_not_known_are_told():
+    model, told = with_buffers(), contextlib.nullcontext()
+    if grace.rank() == 0:
+        told = pytest.warns(
+            UserWarning, match=r"\(1.running_mean, ...\) differ by rank .* not averaged: pass the model"
+        )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with told:
+        grace.DistributedOptimizer(sgd, model.named_parameters(), outer="sgd", period=2).close()
 
 
 @on_ranks(2)

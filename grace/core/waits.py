@@ -139,6 +139,9 @@ def called_function() -> str:
     while frame is not None and not _is_users(frame):
         if _is_graces(frame):
             name = frame.f_code.co_name
+            # The program gave a trainer a callback, and does not call its methods itself: it knows the class.
+            if name.startswith("on_") and "self" in frame.f_locals:
+                name = f"{type(frame.f_locals['self']).__name__}.{name}"
         frame = frame.f_back
     return f"{name}()"
 

@@ -79,20 +79,18 @@ def momentum_owners(communicators: Iterable[Component]) -> list[Component]:
     return [part for part in parts if getattr(part, "owns_momentum", False)]
 
 
-def double_momentum_error(part: Component, where: str, momentum: object, later: bool) -> ConfigError:
+def double_momentum_error(part: Component, where: str, setting: str, momentum: object, cause: str = "") -> ConfigError:
     """Return the error for momentum that would be applied twice, which the caller raises.
 
     Args:
         part: a memory or compressor that applies momentum.
         where: name of the other part that applies it, such as "the optimizer".
+        setting: its framework's name of momentum, such as "beta_1".
         momentum: its momentum.
-        later: True if its momentum was 0 when it was made distributed.
+        cause: text on when and how it got momentum, if it had none when it was made distributed.
     """
-    cause = ""
-    if later:
-        cause = " now (a scheduler may have set it: OneCycleLR and CyclicLR take cycle_momentum=False)"
     return ConfigError(
-        f"the {part.kind} {part.spec} applies momentum itself, and {where} has momentum {momentum}{cause}: it would be "
-        f"applied twice. Give the optimizer momentum 0, and the {part.kind} yours: "
+        f"the {part.kind} {part.spec} applies momentum itself, and {where} has {setting} {momentum}{cause}: it would "
+        f"be applied twice. Give the optimizer {setting} 0, and the {part.kind} yours: "
         f"{part.kind}='{part.name}(momentum={momentum})'"
     )

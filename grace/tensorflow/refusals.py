@@ -65,7 +65,8 @@ def check_momentum(
     Raises:
         ConfigError: momentum would be applied twice.
     """
-    momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
+    setting = "momentum" if hasattr(optimizer, "momentum") else "beta_1"
+    momentum = getattr(optimizer, setting, 0.0)
     parts = momentum_owners(communicators)
     if parts and momentum:
-        raise double_momentum_error(parts[0], "the optimizer", momentum, later)
+        raise double_momentum_error(parts[0], "the optimizer", setting, momentum, " now" if later else "")

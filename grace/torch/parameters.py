@@ -192,11 +192,13 @@ def check_momentum(parts: Sequence[Component], optimizer: torch.optim.Optimizer 
     """
     if not parts or optimizer is None:
         return
+    cause = " now (a scheduler may have set it: OneCycleLR and CyclicLR take cycle_momentum=False)" if later else ""
     for index, group in enumerate(optimizer.param_groups):
-        betas = group.get("betas")  # Adam's name of momentum; SGD's is the usual one
-        momentum = group.get("momentum", 0 if betas is None else betas[0])
+        setting, momentum = "momentum", group.get("momentum")
+        if momentum is None and group.get("betas") is not None:  # Adam's name of momentum; SGD's is the usual one
+            setting, momentum = "betas[0]", group["betas"][0]
         if momentum:
-            raise double_momentum_error(parts[0], f"the optimizer's group {index}", momentum, later)
+            raise double_momentum_error(parts[0], f"the optimizer's group {index}", setting, momentum, cause)
 
 
 def check_not_delayed(communicator: Communicator, who: str) -> None:

@@ -56,6 +56,14 @@ def test_the_callbacks_broadcast_all_weights_and_average_all_metrics():
 
 
 @on_horovod
+def test_a_callback_that_one_rank_lacks_is_refused_by_its_name():
+    model = compiled(sgd(lr=0.01), run_eagerly=True)
+    callbacks = [grace.tensorflow.BroadcastCallback()] if grace.rank() == 0 else []
+    with pytest.raises(grace.RankError, match=r"rank 0 is in BroadcastCallback\.on_train_begin\(\)"):
+        fit(model, range(1), callbacks)
+
+
+@on_horovod
 def test_evaluations_and_checkpoints_have_what_ranks_share_that_train_alone(tmp_path):
     found = {"batch": [], "test": [], "epoch": []}
     model = network()

@@ -17,11 +17,13 @@ OWNERS = {"dgc": "memory", "signum": "compressor"}
 def test_momentum_inside_and_outside_is_refused_at_the_start(compressor, part):
     wrapped = ddp(net())
     momentum = sgd(wrapped.parameters())
-    for said in (
-        *(refusal(distributed, net(), compressor, optimizer=make) for make in (sgd, adam)),
-        refusal(grace.torch.register_ddp_hook, wrapped, compressor, optimizer=momentum),
+    for setting, said in (
+        ("momentum", refusal(distributed, net(), compressor, optimizer=sgd)),
+        ("betas[0]", refusal(distributed, net(), compressor, optimizer=adam)),
+        ("momentum", refusal(grace.torch.register_ddp_hook, wrapped, compressor, optimizer=momentum)),
     ):
-        assert f"the {part} {compressor} applies momentum itself, and the optimizer's group 0 has" in said
+        assert f"the {part} {compressor} applies momentum itself, and the optimizer's group 0 has {setting} 0.9" in said
+        assert f"Give the optimizer {setting} 0" in said
         assert f"{part}='{compressor}(momentum=0.9)'" in said
     without = refusal(grace.torch.register_ddp_hook, wrapped, compressor)
     assert f"the {part} {compressor} replaces the optimizer's momentum: register_ddp_hook(" in without

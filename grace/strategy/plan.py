@@ -249,9 +249,13 @@ def part_faults(
         names = ", ".join(sync_types())
         yield "sync.type", str(unusable("communicator").get(sync.type, f"{sync.type!r} is not known; known: {names}"))
         return
-    clashing = Sync.__dataclass_fields__.keys() & parameters_of(sync.type).keys()
+    parameters = parameters_of(sync.type).keys()
+    clashing = Sync.__dataclass_fields__.keys() & parameters
     if clashing:
         yield "sync.type", f"{sync.type} has a parameter {min(clashing)!r}, which a strategy's sync has too: rename it"
+        return
+    for option in sync.options.keys() - parameters:
+        yield f"sync.{option}", f"{sync.type} has no such field; it has: {', '.join(parameters) or 'none of its own'}"
         return
     yield from ((f"sync.{key}", message) for key, message in sync.faults())
     whole = isinstance(sync.destination, int) and not isinstance(sync.destination, bool)

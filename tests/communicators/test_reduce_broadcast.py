@@ -23,9 +23,9 @@ def wrap(model, part, optimizer=sgd):
     return executed(model, strategy_of(*(VariablePlan(v, (part,)) for v in make_variables(parameters))), optimizer)
 
 
-def trained(compressor, sync="reduce_broadcast", destination=0, memory=None):
+def trained(compressor, sync="reduce_broadcast", destination=None, memory=None):
     model = net()
-    part = ShardPlan(Sync(sync, destination=destination), compressor, memory)
+    part = ShardPlan(Sync(sync, **({} if destination is None else {"destination": destination})), compressor, memory)
     optimizer = wrap(model, part, lambda parameters: sgd(parameters, 0.01))
     train(model, optimizer, range(5), loss_of)
     return weights(model)
@@ -114,7 +114,7 @@ def rows_of(step, rank):
 def rows_by(compressor, kind):
     model, sizes = Tables({}, {"t": TABLE}), (4, 7)
     parts = [
-        ShardPlan(Sync(kind, destination=root if kind == "reduce_broadcast" else 0), compressor, "residual")
+        ShardPlan(Sync(kind, **({"destination": root} if kind == "reduce_broadcast" else {})), compressor, "residual")
         for root in (grace.size() - 1, 0)
     ]
     optimizer = executed(model, strategy_of(cut("t.weight", TABLE, parts, 0, sizes, sparse=True)))

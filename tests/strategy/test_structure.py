@@ -184,6 +184,8 @@ def test_the_field_is_for_collectives_and_written_only_where_it_is_set():
     v = Variable("w", (4,))
     with pytest.raises(grace.ConfigError, match=r"sync\.hierarchical: is for allgather, .*, not for reduce_broadcast"):
         Strategy((VariablePlan(v, (ShardPlan(Sync("reduce_broadcast", hierarchical=True)),)),))
+    with pytest.raises(grace.ConfigError, match=r"sync\.destination: allgather has no such field; it has: none of its"):
+        Strategy((VariablePlan(v, (ShardPlan(Sync("allgather", destination=0)),)),))
     document = Strategy((VariablePlan(v, (ShardPlan(Sync(hierarchical=True)),)),)).to_dict()
     assert document["variables"]["w"]["sync"] == {"type": "allreduce", "group": 0, "hierarchical": True}
     assert schema.parse(document).to_dict() == document

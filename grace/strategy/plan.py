@@ -254,8 +254,8 @@ def part_faults(
     if clashing:
         yield "sync.type", f"{sync.type} has a parameter {min(clashing)!r}, which a strategy's sync has too: rename it"
         return
-    for key in sync.options.keys() - parameters:
-        yield f"sync.{key}", f"{sync.type} has no such field; it has: {', '.join(parameters) or 'none of its own'}"
+    for option in sync.options.keys() - parameters:
+        yield f"sync.{option}", f"{sync.type} has no such field; it has: {', '.join(parameters) or 'none of its own'}"
         return
     yield from ((f"sync.{key}", message) for key, message in sync.faults())
     whole = isinstance(sync.destination, int) and not isinstance(sync.destination, bool)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import grace
 from tests.support.engine_pools import DRAWN
 from tests.support.limits import HANGS
-from tests.support.pools import launched
+from tests.support.pools import on_ranks
 from tests.support.training import Given, distributed
 
 pytestmark = pytest.mark.ranks
@@ -62,11 +62,13 @@ def summed(value):
     return float(total[0])
 
 
-def two_at_once(**choices):
+@pytest.mark.parametrize("engine", ["gloo", *DRAWN])
+@on_ranks()
+def test_two_optimizers_a_metric_and_a_layer_that_one_rank_leaves_out(engine):
     """A GAN's two optimizers: one rank begins the exchanges of one in backward, where the other rank has to wait for
     a layer that it leaves out until step()."""
     models = [Given(SHAPES), Given(SHAPES)]
-    optimizers = [distributed(model, group_bytes=24, **choices) for model in models]
+    optimizers = [distributed(model, group_bytes=24) for model in models]
     everyone = range(grace.size())
     for step in range(3):
         for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -79,16 +81,11 @@ def two_at_once(**choices):
         for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             check(model, step, number, everyone)
             optimizer.step()
-    return True
 
 
-@pytest.mark.parametrize("engine", ["gloo", *DRAWN])
-def test_two_optimizers_a_metric_and_a_layer_that_one_rank_leaves_out(engine):
-    assert all(launched(engine, 2).run(two_at_once))
-
-
-def kept():
-    """How many channels there are after each of three optimizers, of which one is closed and the others dropped."""
+@on_ranks()
+def test_a_channel_serves_one_optimizer_after_the_other():
+    """Of three, one is closed and the others are dropped."""
     channels, found = grace.init().channels, []
     for step in range(3):
         model = Given(SHAPES)
@@ -100,13 +97,8 @@ def kept():
         del optimizer, model
         gc.collect()
         found.append(len(channels.made))
+    assert len(set(found)) == 1
     return found
-
-
-def test_a_channel_serves_one_optimizer_after_the_other(two_ranks):
-    first, *rest = two_ranks.run(kept)
-    assert rest == [first]
-    assert len(set(first)) == 1
 
 
 def ended_at_different_moments():
@@ -136,11 +128,12 @@ def test_what_is_free_on_one_rank_only_is_not_taken(two_ranks):
     two_ranks.stop()
 
 
-def among_some():
+@on_ranks(3)
+def test_an_optimizer_of_some_ranks_leaves_the_others_alone():
     """Two optimizers of the ranks 0 and 2, which know other numbers of groups, while rank 1 does nothing."""
     group, _ = dist.new_group([0, 2]), dist.new_group([0, 1])
     if grace.rank() == 1:
-        return True
+        return
     for strategy in (None, {"reduce_broadcast": 1}):
         models = [Given(SHAPES), Given(SHAPES)]
         for number, model in enumerate(models):
@@ -153,11 +146,6 @@ def among_some():
             optimizer._grace.runner.pending()
             optimizer._grace.runner.close()
             gc.collect()
-    return True
-
-
-def test_an_optimizer_of_some_ranks_leaves_the_others_alone(three_ranks):
-    assert all(three_ranks.run(among_some))
 
 
 ENDING = """

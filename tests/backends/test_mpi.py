@@ -9,24 +9,17 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched
-from tests.support.training import distributed
+from tests.support.pools import launched, on_ranks
+from tests.support.training import distributed, refusal
 
 pytestmark = pytest.mark.ranks
 
 SIZE = 3
 
 
-@pytest.fixture
-def mpi():
-    """3 ranks under mpirun."""
-    return launched("mpirun-mpi", SIZE)
-
-
-@pytest.fixture(params=[2, 3], ids=["2ranks", "3ranks"])
-def sizes(request):
-    """Of two ranks each adds; three leave it to MPI."""
-    return launched("mpirun-mpi", request.param)
+SIZES = pytest.mark.parametrize("size", [2, 3])
+"""Of two ranks each adds; three leave it to MPI."""
+ENGINE = "mpirun-mpi"
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -43,25 +36,21 @@ def terms(dtype):
     return torch.cat([pairs[:, 0], bits.view(dtype)]), torch.cat([pairs[:, 1], other.view(dtype)])
 
 
-def summed(dtype):
-    """The sum of both terms, as bits; rank 2 adds nothing, which -0 does exactly."""
-    first, second = terms(dtype)
-    tensor = [first, second, torch.full_like(first, -0.0)][grace.rank()]
-    result = grace.init().allreduce(tensor).wait()
-    return result.view(torch.int16).numpy(), result.isnan().numpy()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sixteen_bit_sums_are_rounded_to_nearest_even(sizes, dtype):
+@SIZES
+@on_ranks(engine=ENGINE)
+def test_sixteen_bit_sums_are_rounded_to_nearest_even(size, dtype):
     first, second = terms(dtype)
     expected = first + second  # torch adds in float32 and rounds once
     if dtype == torch.float16:
         with np.errstate(over="ignore", invalid="ignore"):
             np.testing.assert_array_equal(first.numpy() + second.numpy(), expected.numpy())
     assert expected.isinf().any()
-    for bits, nan in sizes.run(summed, dtype):
-        np.testing.assert_array_equal(nan, expected.isnan().numpy())
-        np.testing.assert_array_equal(bits[~nan], expected.view(torch.int16).numpy()[~nan])
+    tensor = [first, second, torch.full_like(first, -0.0)][grace.rank()]  # rank 2 adds nothing, which -0 does exactly
+    result = grace.init().allreduce(tensor).wait()
+    nan = expected.isnan()
+    assert torch.equal(result.isnan(), nan)
+    assert torch.equal(result.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
 
 
 def known(dtype, rank, length):
@@ -69,8 +58,10 @@ def known(dtype, rank, length):
     return (torch.arange(length) % 5 + 10 * rank + 1).to(dtype)
 
 
-def all_sums():
-    backend, found = grace.init(), {}
+@SIZES
+@on_ranks(engine=ENGINE)
+def test_sums_are_in_place_for_every_dtype_and_length(size):
+    backend = grace.init()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64):
         for length in (0, 1, 7, 1001):
             tensor = known(dtype, backend.rank, length)
@@ -78,40 +69,28 @@ def all_sums():
             result = backend.allreduce(tensor).wait()
             assert result is tensor
             assert result.data_ptr() == address  # MPI wrote where the gradient was
-            assert torch.equal(result, sum(known(dtype, rank, length) for rank in range(backend.size)))
-            found[dtype, length] = True
+            assert torch.equal(result, sum(known(dtype, rank, length) for rank in range(size)))
     array = np.arange(5, dtype=np.float16) * (backend.rank + 1)
     assert backend.allreduce(array).wait() is array
-    np.testing.assert_array_equal(array, np.arange(5) * sum(range(1, backend.size + 1)))
-    return len(found)
+    np.testing.assert_array_equal(array, np.arange(5) * sum(range(1, size + 1)))
 
 
-def test_sums_are_in_place_for_every_dtype_and_length(sizes):
-    assert sizes.run(all_sums) == [24] * sizes.size
-
-
-def refused():
-    backend, said = grace.init(), []
+@on_ranks(SIZE, engine=ENGINE)
+def test_what_mpi_does_not_sum_is_refused_by_name():
+    backend = grace.init()
     before = backend.sent_bytes
-    for dtype in (torch.uint8, torch.int16, torch.bool):
-        with pytest.raises(TypeError) as caught:
-            backend.allreduce(torch.ones(4, dtype=dtype))
-        said.append(str(caught.value))
+    for dtype in ("uint8", "int16", "bool"):
+        said = refusal(backend.allreduce, torch.ones(4, dtype=getattr(torch, dtype)), kind=TypeError)
+        assert f"MPI does not sum {dtype}; it sums float32, float64, int64, int32, float16, bfloat16" in said
     assert backend.sent_bytes == before
-    return said
-
-
-def test_what_mpi_does_not_sum_is_refused_by_name(mpi):
-    for said in mpi.run(refused):
-        for dtype, message in zip(("uint8", "int16", "bool"), said, strict=True):
-            assert f"MPI does not sum {dtype}; it sums float32, float64, int64, int32, float16, bfloat16" in message
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------------
 
 
-def moved():
-    """All-gather, all-to-all and broadcast of every dtype and some lengths, and what was counted."""
+@on_ranks(SIZE, engine=ENGINE)
+def test_what_arrives_is_what_was_sent_and_counted():
+    """All-gather, all-to-all and broadcast of every dtype and some lengths."""
     backend = grace.init()
     rank, size = backend.rank, backend.size
     for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32):
@@ -136,23 +115,17 @@ def moved():
     assert backend.allgather_object({"rank": rank}) == [{"rank": i} for i in range(size)]
 
 
-def test_what_arrives_is_what_was_sent_and_counted(mpi):
-    mpi.run(moved)
-
-
-def many_at_once():
-    """Collectives under way together, awaited in any order and twice."""
+@SIZES
+@on_ranks(engine=ENGINE)
+def test_collectives_may_be_under_way_together(size):
+    """Awaited in any order and twice."""
     backend = grace.init()
     tensors = [known(torch.float32, backend.rank, 10_000 + i) for i in range(20)]
     handles = [backend.allreduce(tensor) for tensor in tensors]
     for i in np.random.default_rng(backend.rank).permutation(20):
         assert handles[i].wait() is handles[i].wait()
-        expected = sum(known(torch.float32, rank, 10_000 + int(i)) for rank in range(backend.size))
+        expected = sum(known(torch.float32, rank, 10_000 + int(i)) for rank in range(size))
         assert torch.equal(tensors[i], expected)
-
-
-def test_collectives_may_be_under_way_together(sizes):
-    sizes.run(many_at_once)
 
 
 class Slow:
@@ -172,20 +145,16 @@ class Slow:
         return self.now
 
 
-def looks_at(seconds):
+@on_ranks(SIZE, engine=ENGINE)
+def test_a_rank_that_waits_looks_seldom_and_sees_the_end_soon():
     from grace.backends import mpi
 
-    backend, request = grace.init(), Slow(seconds)
-    with mock.patch.object(time, "sleep", request.sleep), mock.patch.object(time, "monotonic", request.monotonic):
-        backend._wait_for(request)
-    return request.looks, request.now - seconds, mpi.SPINS
-
-
-def test_a_rank_that_waits_looks_seldom_and_sees_the_end_soon(mpi):
     for seconds in (1e-3, 0.01, 0.1, 1.0):
-        looks, late, spins = mpi.run(looks_at, seconds)[0]
-        assert looks < spins + 100 + 100 * math.log(max(seconds, 0.01) / 0.005) + 1000 * seconds
-        assert late <= max(0.02 * seconds, 60e-6)
+        request = Slow(seconds)
+        with mock.patch.object(time, "sleep", request.sleep), mock.patch.object(time, "monotonic", request.monotonic):
+            grace.init()._wait_for(request)
+        assert request.looks < mpi.SPINS + 100 + 100 * math.log(max(seconds, 0.01) / 0.005) + 1000 * seconds
+        assert request.now - seconds <= max(0.02 * seconds, 60e-6)
 
 
 # -- a rank that does not come ----------------------------------------------------------------------------------------
@@ -207,7 +176,8 @@ def waited():
     return str(lost.value), type(lost.value.__cause__).__name__
 
 
-def test_an_exchange_gives_up_after_its_timeout_and_says_what_it_was(mpi):
+def test_an_exchange_gives_up_after_its_timeout_and_says_what_it_was():
+    mpi = launched(ENGINE, SIZE)
     (message, cause), *_ = mpi.run(waited)
     mpi.stop()  # the ranks are not in step any more
     assert cause == "TimeoutError"

@@ -68,21 +68,6 @@ def test_the_command_writes_a_file_for_a_folder_or_a_file(kind, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"), [(None, "cannot be read"), ("{", "is not JSON"), ('{"grace_bench": 1, "rows": 3}', "is damaged")]
-)
-def test_files_that_are_no_results_are_named(tmp_path, text, says):
-    path = tmp_path / "results.json"
-    if text is not None:
-        path.write_text(text)
-    out, err = run(path, "-o", tmp_path / "report.html", code=2)
-    assert out == ""
-    assert says in err
-    assert str(path) in err
-    assert "Traceback" not in err
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_results_are_not_overwritten_by_their_report(tmp_path):
     file, _ = small("kernels").save(tmp_path)
     before = file.read_text()

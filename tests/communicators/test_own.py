@@ -10,7 +10,7 @@ import grace
 from grace.core.backend import Handle
 from grace.torch import Communicator, Compressor
 from tests.support.pools import launched, on_ranks
-from tests.support.training import Given, ddp, digest, distributed, made_up
+from tests.support.training import Given, ddp, digest, distributed, made_up, refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -159,7 +159,8 @@ class Later(Communicator):
         return Objects.send_receive(self, handles, ctx, name)
 
 
-def ported():
+@on_ranks()
+def test_payloads_and_communicators_of_grace_are_taken_as_they_are():
     """Bools, sizes that differ, and communicators that know their rank, give what Grace's all-gather does."""
     where = grace.size(), grace.rank()
     for method in (Signs, Threshold):
@@ -171,20 +172,13 @@ def ported():
                     torch.testing.assert_close(mine, theirs)
 
 
-def test_payloads_and_communicators_of_grace_are_taken_as_they_are(two_ranks):
-    two_ranks.run(ported)
-
-
-def bools():
+@on_ranks()
+def test_bools_travel_over_every_engine(engine):
     """Of Grace's own all-gather, and of a collective of the engine's for each tensor."""
     given = [torch.randn(30, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(grace.size())]
     wanted = sum((each >= 0).float() * 2 - 1 for each in given) / grace.size()
     for kind in (grace.torch.Allgather, ByBackend):
         torch.testing.assert_close(kind(Signs(), "none").step(given[grace.rank()], "matrix"), wanted)
-
-
-def test_bools_travel_over_every_engine(engine):
-    launched(engine, 2).run(bools)
 
 
 class Halving(Gathering):
@@ -195,13 +189,13 @@ class Halving(Gathering):
         return super().send_receive(tensors, name, ctx) / 2
 
 
-def uneven():
+@on_ranks()
+def test_missing_gradients_and_overflows_are_told_beside_the_payloads():
     """Rank 1 has no gradient of one variable, no rank of another, and one of rank 1's overflows in the second step."""
     model = Given({"a": (30, 20), "b": (400,), "c": (300,)})
     optimizer = distributed(model, communicator=Halving("topk(ratio=0.5)", "residual"))
     own = optimizer._grace.runner.communicators[0]
-    found = []
-    for spoilt in (False, True, False):
+    for step, spoilt in enumerate((False, True, False)):
         optimizer.zero_grad()
         given = made_up({"a": (30, 20)}, 0, grace.rank())
         if grace.rank() == 0:
@@ -211,17 +205,11 @@ def uneven():
         before = digest(optimizer.state_dict()["grace"]["state"])
         model.backward(given)
         optimizer.step()
-        after = digest(optimizer.state_dict()["grace"]["state"])
-        found.append((before == after, bool(model.a.grad.isfinite().all()), model.b.grad.sum().item(), model.c.grad))
-    return found, own.calls
-
-
-def test_missing_gradients_and_overflows_are_told_beside_the_payloads(two_ranks):
-    for found, calls in two_ranks.run(uneven):
-        assert [(same, finite) for same, finite, *_ in found] == [(False, True), (True, False), (False, True)]
-        assert found[0][2] == 100  # 200 entries of 2, from one rank of two, halved
-        assert all(c is None for *_, c in found)
-        assert calls == 3 * ["a", "b", "c"]
+        assert (digest(optimizer.state_dict()["grace"]["state"]) == before) == spoilt
+        assert bool(model.a.grad.isfinite().all()) == (not spoilt)
+        assert step > 0 or model.b.grad.sum() == 100  # 200 entries of 2, from one rank of two, halved
+        assert model.c.grad is None
+    assert own.calls == 3 * ["a", "b", "c"]
 
 
 class Nothing(Communicator):
@@ -257,26 +245,21 @@ class Misshapen(Gathering):
     wrong = None
 
 
-def wrongs():
-    said = []
-    for wrong in (None, torch.zeros(3)):
+@on_ranks()
+def test_what_is_no_mean_is_refused_by_name():
+    for wrong, words in (
+        (None, "Misshapen.send_receive() of 'w' at step 0: no kernels for builtins.NoneType"),
+        (torch.zeros(3), "of 'w' at step 0: it gave a tensor of shape (3,), where (4,) is wanted"),
+    ):
         grc = Misshapen("none", "none")
         grc.wrong = wrong
-        with pytest.raises(grace.ExchangeError) as caught:
-            grc.step(torch.ones(4), "w")
-        said.append(str(caught.value))
+        assert words in refusal(grc.step, torch.ones(4), "w", kind=grace.ExchangeError)
         grc.wrong = torch.full((4,), 7.0)
         assert grc.step(torch.ones(4), "w").tolist() == [7.0] * 4
-    return said
 
 
-def test_what_is_no_mean_is_refused_by_name(two_ranks):
-    for nothing, other in two_ranks.run(wrongs):
-        assert "Misshapen.send_receive() of 'w' at step 0: no kernels for builtins.NoneType" in nothing
-        assert "of 'w' at step 0: it gave a tensor of shape (3,), where (4,) is wanted" in other
-
-
-def hooked():
+@on_ranks()
+def test_it_serves_ddps_hook():
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 30))
     state = grace.torch.register_ddp_hook(model, communicator=Gathering("topk(ratio=0.5)", "residual"))
@@ -292,10 +275,6 @@ def hooked():
             torch.testing.assert_close(mine.grad, theirs.grad)
     state.close()
     usual.close()
-
-
-def test_it_serves_ddps_hook(two_ranks):
-    two_ranks.run(hooked)
 
 
 class WhenAwaited(Communicator):

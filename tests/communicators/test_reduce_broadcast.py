@@ -1,5 +1,7 @@
 """ReduceBroadcast with compression, there and back: oracles, overflows, and missing gradients."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from grace.core.registry import make
 from grace.strategy import ShardPlan, Sync, VariablePlan
 from grace.torch.parameters import make_variables
 from tests.exchange.test_aggregates import DGCMemory, Residual, largest
+from tests.support.pools import on_ranks
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
 from tests.support.training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
@@ -61,46 +64,36 @@ def send(memory, gradient):
     return sent
 
 
-def parts_by_topk(memory):
-    """Gradients that came out, and all that is remembered, at each step."""
-    model = Tables({"w": SHAPE})
-    parts = [reduced(grace.size() - 1, f"topk(ratio={RATIO})", memory), reduced(0, f"topk(ratio={RATIO})", memory)]
-    optimizer = executed(model, strategy_of(cut("w", SHAPE, parts, 0, SIZES)))
-    seen = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model.backward(made_up({"w": SHAPE}, step, grace.rank()))
-        optimizer.step()
-        seen.append((model.w.grad.numpy().copy(), state_of(optimizer)))
-    return seen
-
-
 @pytest.mark.parametrize(("memory", "model"), [("residual", Residual), ("dgc", DGCMemory)])
-def test_topk_both_ways_keeps_two_memories(ranks, memory, model):
-    answers, size = ranks.run(parts_by_topk, memory), ranks.size
+@on_ranks(2, 3)
+def test_topk_both_ways_keeps_two_memories(memory, model):
+    """Gradients that come out, and all that is remembered, at each step."""
+    size, rank = grace.size(), grace.rank()
+    tables, roots = Tables({"w": SHAPE}), (size - 1, 0)
+    parts = [reduced(root, f"topk(ratio={RATIO})", memory) for root in roots]
+    optimizer = executed(tables, strategy_of(cut("w", SHAPE, parts, 0, SIZES)))
     there = {part: [model() for _ in range(size)] for part in range(2)}
     back = {part: Residual() for part in range(2)}  # momentum is applied once
-    roots = (size - 1, 0)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     for step in range(STEPS):
+        optimizer.zero_grad()
+        tables.backward(made_up({"w": SHAPE}, step, rank))
+        optimizer.step()
+        state = state_of(optimizer)
         for part, rows in enumerate((slice(0, 9), slice(9, 13))):
             name = f"w/part_{part}"
-            gradients = [made_up({"w": SHAPE}, step, rank)["w"][rows] for rank in range(size)]
+            gradients = [made_up({"w": SHAPE}, step, other)["w"][rows] for other in range(size)]
             sent = [send(one, g) for one, g in zip(there[part], gradients, strict=True)]
-            wanted = send(back[part], sum(sent) / np.float32(size))
-            for rank, seen in enumerate(answers):
-                came, state = seen[step]
-                np.testing.assert_allclose(came[rows], wanted, rtol=1e-5, atol=1e-6)
-                assert (name in state["answer_memory"]) == (rank == roots[part])
-                kept = state["memory"][name]
-                mine = there[part][rank]
-                if memory == "dgc":
-                    np.testing.assert_allclose(kept["velocity"], mine.velocity, rtol=1e-5, atol=1e-6)
-                    kept, wanted_kept = kept["accumulated"], mine.accumulated
-                else:
-                    wanted_kept = mine.left
-                np.testing.assert_allclose(kept, wanted_kept, rtol=1e-5, atol=1e-6)
-            kept = answers[roots[part]][step][1]["answer_memory"][name]
-            np.testing.assert_allclose(kept, back[part].left, rtol=1e-5, atol=1e-6)
+            close(tables.w.grad[rows], send(back[part], sum(sent) / np.float32(size)))
+            kept, mine = state["memory"][name], there[part][rank]
+            if memory == "dgc":
+                close(kept["velocity"], mine.velocity)
+                close(kept["accumulated"], mine.accumulated)
+            else:
+                close(kept, mine.left)
+            assert (name in state["answer_memory"]) == (rank == roots[part])
+            if rank == roots[part]:
+                close(state["answer_memory"][name], back[part].left)
 
 
 ROWS, TABLE = 7, (11, 4)
@@ -168,13 +161,15 @@ def test_rows_lose_nothing(ranks, compressor, kind):
 KINDS = ("topk(ratio=0.2)", "none", "fp16", "powersgd(rank=1)", "qsgd", "threshold(value=0.5)", "randomk(ratio=0.3)")
 
 
-def with_a_nan(compressor):
-    """What is remembered before, in and after a step in which the last rank's gradient of 'a' holds a NaN."""
+@pytest.mark.parametrize("compressor", KINDS)
+@on_ranks(2, 3)
+def test_every_rank_sees_an_overflow_and_keeps_what_it_remembers(compressor):
+    """Before, in and after a step in which the last rank's gradient of 'a' holds a NaN."""
     shapes = {"a": (8, 6), "b": (8, 6)}
     model = Tables(shapes)
     own = [reduced(grace.size() - 1, compressor), reduced(0, compressor)]
     optimizer = executed(model, strategy_of(cut("a", (8, 6), own, 0, (5, 3)), whole("b", (8, 6), own[0])))
-    seen = []
+    states = []
     for step in range(4):
         optimizer.zero_grad()
         gradients = made_up(shapes, step, grace.rank())
@@ -183,36 +178,10 @@ def with_a_nan(compressor):
         model.backward(gradients)
         optimizer.synchronize()
         finite = [bool(torch.isfinite(p).all()) for p in (model.a.grad[:5], model.a.grad[5:], model.b.grad)]
-        seen.append((finite, state_of(optimizer)))
-    return seen
-
-
-@pytest.mark.parametrize("compressor", KINDS)
-def test_every_rank_sees_an_overflow_and_keeps_what_it_remembers(ranks, compressor):
-    for seen in ranks.run(with_a_nan, compressor):
-        finite = [finite for finite, _ in seen]
-        assert finite == [[True] * 3, [True] * 3, [False, True, True], [True] * 3]
-        states = [digest(state) for _, state in seen]
-        assert states[2] == states[1]
-        if seen[0][1].get("memory"):
-            assert states[3] != states[2]
-
-
-def rows_with_a_nan(part):
-    model = Tables({}, {"t": TABLE})
-    optimizer = executed(model, strategy_of(whole("t.weight", TABLE, part, sparse=True)))
-    seen = []
-    for step in range(4):
-        optimizer.zero_grad()
-        rows, values = rows_of(step, grace.rank())
-        if step == 2 and grace.rank() == grace.size() - 1:
-            values[0, 0] = np.nan
-        model.backward({"t": (rows, values)})
-        optimizer.synchronize()
-        finite = bool(torch.isfinite(model.t.weight.grad.to_dense()).all())
-        optimizer.step()
-        seen.append((finite, state_of(optimizer)))
-    return seen
+        assert finite == [step != 2, True, True]
+        states.append(state_of(optimizer))
+    assert digest(states[2]) == digest(states[1])
+    assert not states[0].get("memory") or digest(states[3]) != digest(states[2])
 
 
 @pytest.mark.parametrize(
@@ -220,46 +189,50 @@ def rows_with_a_nan(part):
     [reduced(1, "topk(ratio=0.3)"), reduced(0), ShardPlan(Sync("allgather"), "topk(ratio=0.3)")],
     ids=lambda p: "part",
 )
-def test_an_overflow_among_rows(ranks, part):
-    for seen in ranks.run(rows_with_a_nan, part):
-        assert [finite for finite, _ in seen] == [True, True, False, True]
-        states = [digest(state) for _, state in seen]
-        assert states[2] == states[1]
-        if part.compressor != "none":
-            assert states[3] != states[2]
-
-
-def with_gradients_missing(compressor):
-    """Gradients of steps in which rank 0, and then all ranks, have none for 'a'."""
-    shapes = {"a": (8, 6), "b": (5,)}
-    model = Tables(shapes)
-    own = [reduced(grace.size() - 1, compressor, "none"), reduced(0, compressor, "none")]
-    optimizer = executed(model, strategy_of(cut("a", (8, 6), own, 0, (5, 3)), whole("b", (5,), own[0])))
-    seen = []
-    for step in range(3):
+@on_ranks(2, 3)
+def test_an_overflow_among_rows(part):
+    model = Tables({}, {"t": TABLE})
+    optimizer = executed(model, strategy_of(whole("t.weight", TABLE, part, sparse=True)))
+    states = []
+    for step in range(4):
         optimizer.zero_grad()
-        given = made_up(shapes, step, grace.rank())
-        if (step == 1 and grace.rank() == 0) or step == 2:
-            del given["a"]
-        model.backward(given)
+        rows, values = rows_of(step, grace.rank())
+        if step == 2 and grace.rank() == grace.size() - 1:
+            values[0, 0] = np.nan
+        model.backward({"t": (rows, values)})
+        optimizer.synchronize()
+        assert bool(torch.isfinite(model.t.weight.grad.to_dense()).all()) == (step != 2)
         optimizer.step()
-        seen.append({name: None if p.grad is None else p.grad.numpy().copy() for name, p in model.named_parameters()})
-    return seen
+        states.append(digest(state_of(optimizer)))
+    assert states[2] == states[1]
+    assert part.compressor == "none" or states[3] != states[2]
 
 
 @pytest.mark.parametrize("compressor", ["none", "topk(ratio=1.0)"])
-def test_missing_gradients_count_as_zero_unless_all_are_missing(ranks, compressor):
-    answers, size = ranks.run(with_gradients_missing, compressor), ranks.size
+@on_ranks(2, 3)
+def test_missing_gradients_count_as_zero_unless_all_are_missing(compressor):
+    """In the second step rank 0, and in the third all ranks, have none for 'a'."""
+    shapes, size = {"a": (8, 6), "b": (5,)}, grace.size()
+    model = Tables(shapes)
+    own = [reduced(size - 1, compressor, "none"), reduced(0, compressor, "none")]
+    optimizer = executed(model, strategy_of(cut("a", (8, 6), own, 0, (5, 3)), whole("b", (5,), own[0])))
     for step, having in enumerate([range(size), range(1, size), []]):
-        wanted = [made_up({"a": (8, 6), "b": (5,)}, step, rank)["a"] for rank in having]
-        for seen in answers:
-            assert (seen[step]["a"] is None) == (not wanted)
-            if wanted:
-                np.testing.assert_allclose(seen[step]["a"], sum(wanted) / size, rtol=1e-6, atol=1e-7)
+        optimizer.zero_grad()
+        given = made_up(shapes, step, grace.rank())
+        if grace.rank() not in having:
+            del given["a"]
+        model.backward(given)
+        optimizer.step()
+        if having:
+            wanted = sum(made_up(shapes, step, rank)["a"] for rank in having) / size
+            np.testing.assert_allclose(model.a.grad, wanted, rtol=1e-6, atol=1e-7)
+        else:
+            assert model.a.grad is None
 
 
-def remembered_without_gradients():
-    """What is remembered before and after a step in which no rank has a gradient for 'a', and one after it."""
+@on_ranks(2, 3)
+def test_a_variable_without_gradients_keeps_what_is_remembered_of_it():
+    """In the third step no rank has a gradient for 'a'."""
     shapes = {"a": (8, 6), "b": (5, 5)}
     model = Tables(shapes)
     part = reduced(1, "topk(ratio=0.2)")
@@ -274,31 +247,19 @@ def remembered_without_gradients():
         optimizer.step()
         state = state_of(optimizer)
         seen.append({name: digest({kind: state[kind].get(name) for kind in state}) for name in ("a/part_0", "b")})
-    return seen
+    assert seen[2]["a/part_0"] == seen[1]["a/part_0"]
+    assert seen[3]["a/part_0"] != seen[2]["a/part_0"]
+    assert seen[2]["b"] != seen[1]["b"]
 
 
-def test_a_variable_without_gradients_keeps_what_is_remembered_of_it(ranks):
-    for seen in ranks.run(remembered_without_gradients):
-        assert seen[2]["a/part_0"] == seen[1]["a/part_0"]
-        assert seen[3]["a/part_0"] != seen[2]["a/part_0"]
-        assert seen[2]["b"] != seen[1]["b"]
-
-
-def in_a_dtype(name):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@on_ranks(2, 3)
+def test_other_dtypes(dtype):
     """The mean of whole numbers that are multiples of six, in parts."""
-    dtype = getattr(torch, name)
-    model = Given({"w": (6, 3)}, dtype)
+    model, numbers = Given({"w": (6, 3)}, dtype), torch.arange(18.0).view(6, 3) * 6
     parts = (reduced(1), ShardPlan(), reduced(0, "topk(ratio=1.0)"))
-    strategy = strategy_of(VariablePlan(make_variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
-    optimizer = executed(model, strategy)
-    model.backward({"w": np.arange(18.0).reshape(6, 3) * 6 * grace.rank()})
+    optimizer = executed(model, strategy_of(VariablePlan(make_variables({"w": model.w})[0], parts, 0, (3, 1, 2))))
+    model.backward({"w": numbers * grace.rank()})
     optimizer.step()
-    return str(model.w.grad.dtype), model.w.grad.float().numpy()
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
-def test_other_dtypes(ranks, name):
-    for dtype, got in ranks.run(in_a_dtype, name):
-        assert dtype == f"torch.{name}"
-        wanted = np.arange(18.0).reshape(6, 3) * 6 * sum(range(ranks.size)) / ranks.size
-        np.testing.assert_allclose(got, wanted, rtol=1e-2 if name == "bfloat16" else 1e-6)
+    wanted = (numbers * (grace.size() - 1) / 2).to(dtype)
+    torch.testing.assert_close(model.w.grad, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)

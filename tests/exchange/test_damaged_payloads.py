@@ -14,6 +14,8 @@ from grace.communicators import Allgather, Broadcast, ReduceBroadcast, ScatterRe
 from grace.core.compressor import Compressor, Traits
 from grace.errors import PayloadError
 from grace.kernels import kernels_of
+from tests.support.pools import on_ranks
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 N, CULPRIT = 70_000, 1  # so many that positions take 32 bits
@@ -228,50 +230,36 @@ def test_an_optimizers_step_fails_on_every_rank_until_it_is_dropped(two_ranks):
             assert as_before, about
 
 
-def by_nodes() -> str:
-    """The error of a rank where nodes reduce first; the second node's only rank sends what does not decode."""
+@on_ranks(3)
+def test_a_node_hears_that_its_leader_could_not_decode():
+    """Nodes reduce first; the second node's only rank sends what does not decode."""
     os.environ["GRACE_NODE"] = "b" if grace.rank() == 2 else "a"
-    try:
-        table = torch.nn.Embedding(ROWS, 2)
-        plain = torch.optim.SGD(table.parameters(), lr=0.1)
-        optimizer = grace.DistributedOptimizer(plain, table, "topk", hierarchical=True)
-        leaders = optimizer._grace.runner.hierarchy.backend
-        with damaging(leaders, DAMAGES["far"]) if grace.rank() == 2 else contextlib.nullcontext():
-            table(torch.arange(20)).square().sum().backward()
-            try:
-                optimizer.step()
-            except PayloadError as error:
-                return str(error)
-        return "nothing was noticed"
-    finally:
-        del os.environ["GRACE_NODE"]
+    table = torch.nn.Embedding(ROWS, 2)
+    plain = torch.optim.SGD(table.parameters(), lr=0.1)
+    optimizer = grace.DistributedOptimizer(plain, table, "topk", hierarchical=True)
+    leaders = optimizer._grace.runner.hierarchy.backend
+    with damaging(leaders, DAMAGES["far"]) if grace.rank() == 2 else contextlib.nullcontext():
+        table(torch.arange(20)).square().sum().backward()
+        said = refusal(optimizer.step, kind=PayloadError)
+    if grace.rank() == 1:
+        assert said == "rank 0, which speaks for this node, could not decode what others sent for weight"
+    else:
+        assert "of the ranks 0, 2: what rank 2 sent of 'weight'" in said
 
 
-def test_a_node_hears_that_its_leader_could_not_decode(three_ranks):
-    leader, follower, sender = three_ranks.run(by_nodes)
-    for error in (leader, sender):
-        assert "of the ranks 0, 2: what rank 2 sent of 'weight'" in error
-    assert follower == "rank 0, which speaks for this node, could not decode what others sent for weight"
-
-
-def delayed() -> str:
-    """The error of a rank where means are applied a step later."""
+@on_ranks()
+def test_a_delayed_mean_that_cannot_be_made_fails_on_every_rank():
     table = torch.nn.Embedding(ROWS, 2)
     communicator = ReduceBroadcast("topk", staleness=1)
     plain = torch.optim.SGD(table.parameters(), lr=0.1)
     optimizer = grace.DistributedOptimizer(plain, table, communicator=communicator)
-    with damaging(optimizer._grace.runner.exchange_thread().backend, DAMAGES["far"]):
+
+    def steps():
         for _ in range(3):
             table(torch.arange(20)).square().sum().backward()
-            try:
-                optimizer.step()
-            except PayloadError as error:
-                return str(error)
+            optimizer.step()
             optimizer.zero_grad()
-    return "nothing was noticed"
 
-
-def test_a_delayed_mean_that_cannot_be_made_fails_on_every_rank(two_ranks):
-    destination, sender = two_ranks.run(delayed)
-    assert "what rank 1 sent of 'weight'" in destination
-    assert "rank 0 could not decode what it was sent of 'weight'" in sender
+    with damaging(optimizer._grace.runner.exchange_thread().backend, DAMAGES["far"]):
+        said = refusal(steps, kind=PayloadError)
+    assert ("could not decode what it was sent of 'weight'" if grace.rank() else "what rank 1 sent of 'weight'") in said

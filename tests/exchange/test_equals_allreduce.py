@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import grace
 from grace.core.registry import make
+from tests.support.pools import on_ranks
 from tests.support.training import METHODS, digest, distributed, gradients, loss_of, net, same, sgd, train, weights
 
 pytestmark = pytest.mark.ranks
@@ -34,20 +35,18 @@ def plain_allreduce(layout, steps):
     return weights(model)
 
 
-def none_against_plain_allreduce(group_bytes, steps):
+@pytest.mark.parametrize(("group_bytes", "groups"), [(25 << 20, 1), (1000, 3), (1, 7)])
+@on_ranks(2, 3)
+def test_none_equals_plain_allreduce_bit_for_bit_after_20_steps(group_bytes, groups):
     model = net()
     optimizer = distributed(model, "none", group_bytes=group_bytes)
-    train(model, optimizer, range(steps))
+    train(model, optimizer, range(20))
     layout = [
         ([v.name for v in group.variables], group.program.codec.layouts[0].header)
         for group in optimizer._grace.runner.buckets
     ]
-    return same(weights(model), plain_allreduce(layout, steps)), len(layout)
-
-
-@pytest.mark.parametrize(("group_bytes", "groups"), [(25 << 20, 1), (1000, 3), (1, 7)])
-def test_none_equals_plain_allreduce_bit_for_bit_after_20_steps(ranks, group_bytes, groups):
-    assert ranks.run(none_against_plain_allreduce, group_bytes, 20) == [(True, groups)] * ranks.size
+    assert len(layout) == groups
+    assert same(weights(model), plain_allreduce(layout, 20))
 
 
 def trained(compressor, communicator, seeds_differ=False, **choices):
@@ -61,49 +60,40 @@ def trained(compressor, communicator, seeds_differ=False, **choices):
 
 
 @pytest.mark.parametrize("compressor", [m for m in METHODS if make("compressor", m).traits.rounds == 1])
-def test_broadcast_equals_allgather_bit_for_bit(ranks, compressor):
-    assert ranks.run(trained, compressor, "broadcast") == ranks.run(trained, compressor, "allgather")
+@on_ranks(2, 3)
+def test_broadcast_equals_allgather_bit_for_bit(compressor):
+    ends = trained(compressor, "broadcast")
+    assert ends == trained(compressor, "allgather")
+    return ends
 
 
 @pytest.mark.parametrize("compressor", METHODS)
-def test_the_result_does_not_depend_on_the_grouping_on_two_ranks(two_ranks, compressor):
-    one_group = two_ranks.run(trained, compressor, None)
-    many_groups = two_ranks.run(trained_in_small_groups, compressor)
-    assert one_group == many_groups
+@on_ranks()
+def test_the_result_does_not_depend_on_the_grouping_on_two_ranks(compressor):
+    assert trained(compressor, None) == trained(compressor, None, group_bytes=1)
 
 
-def trained_in_small_groups(compressor):
-    return trained(compressor, None, group_bytes=1)
+@on_ranks(2, 3)
+def test_ranks_that_start_apart_are_given_rank_0s_parameters():
+    assert trained("none", None, seeds_differ=True) == trained("none", None)
 
 
-def test_ranks_that_start_apart_are_given_rank_0s_parameters(ranks):
-    together, apart = ranks.run(trained, "none", None), ranks.run(trained, "none", None, True)
-    assert apart == together
-
-
-def parameters_after_wrapping(broadcast):
+@pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks()
+def test_broadcast_false_leaves_the_parameters_alone(broadcast):
     model = net(seed=grace.rank())
     distributed(model, "none", broadcast=broadcast)
-    return digest(weights(model)) == digest(weights(net(seed=0)))
+    assert same(weights(model), weights(net(seed=0 if broadcast else grace.rank())))
 
 
-def test_broadcast_false_leaves_the_parameters_alone(two_ranks):
-    assert two_ranks.run(parameters_after_wrapping, False) == [True, False]
-    assert two_ranks.run(parameters_after_wrapping, True) == [True, True]
-
-
-def buffers_after_broadcast():
+@on_ranks(2, 3)
+def test_broadcast_parameters_gives_every_rank_the_roots_parameters_and_buffers():
     module = torch.nn.BatchNorm1d(3)
     for dtype in (torch.int16, torch.bool, torch.float64, torch.complex64):
         module.register_buffer(str(dtype).rpartition(".")[2], torch.full((2, 3), grace.rank()).to(dtype).t())
     module.running_mean.fill_(grace.rank() + 1)
     module.register_buffer("empty", torch.empty(0))
     grace.broadcast_parameters(module)
+    assert module.running_mean.tolist() == [1, 1, 1]
+    assert module.get_buffer("int16").tolist() == [[0, 0]] * 3
     return {name: value.tolist() for name, value in module.state_dict().items()}
-
-
-def test_broadcast_parameters_gives_every_rank_the_roots_parameters_and_buffers(ranks):
-    answers = ranks.run(buffers_after_broadcast)
-    assert answers[0]["running_mean"] == [1, 1, 1]
-    assert answers[0]["int16"] == [[0, 0]] * 3
-    assert all(answer == answers[0] for answer in answers)

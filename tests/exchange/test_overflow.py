@@ -7,6 +7,7 @@ import torch
 
 import grace
 from tests.support.pairwise import pairwise
+from tests.support.pools import on_ranks
 from tests.support.training import (
     METHODS,
     Given,
@@ -16,6 +17,7 @@ from tests.support.training import (
     loss_of,
     made_up,
     net,
+    refusal,
     sgd,
     state_of,
     train,
@@ -26,6 +28,7 @@ from tests.support.training import (
 pytestmark = pytest.mark.ranks
 
 SHAPES = {"matrix": (20, 30), "vector": (200,), "tiny": (1,)}
+HALVES = "topk(ratio=0.1) | fp16"
 
 
 class Outputs(Given):
@@ -55,25 +58,27 @@ def around_overflow_under_ddp(compressor, communicator=None):
 
 
 @pytest.mark.parametrize("compressor", METHODS)
-def test_the_ddp_hook_keeps_its_state_from_bad_numbers_too(two_ranks, compressor):
-    for found in two_ranks.run(around_overflow_under_ddp, compressor):
-        states, finite = zip(*found, strict=True)
-        assert finite == (True, True, True, False, True)
-        assert states[3] == states[2]
-        assert (states[4] != states[3]) == (grace.make("compressor", compressor).traits.memory != "none")
+@on_ranks()
+def test_the_ddp_hook_keeps_its_state_from_bad_numbers_too(compressor):
+    states, finite = zip(*around_overflow_under_ddp(compressor), strict=True)
+    assert finite == (True, True, True, False, True)
+    assert states[3] == states[2]
+    assert (states[4] != states[3]) == (grace.make("compressor", compressor).traits.memory != "none")
 
 
-def with_scaler(compressor, give_scaler, blow_up):
+@pytest.mark.parametrize(("size", "compressor", "give_scaler"), pairwise([2, 3], METHODS, [True, False]))
+@on_ranks()
+def test_a_grad_scaler_skips_overflows_on_every_rank_and_recovers(size, compressor, give_scaler):
     """The mixed-precision loop; rank 1's gradient overflows in two of its steps."""
     model = net()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
     optimizer = distributed(model, compressor, grad_scaler=scaler if give_scaler else None)
-    skipped, scales = [], []
+    scales = []
     for step in range(10):
         before = digest(weights(model))
         optimizer.zero_grad()
         loss = loss_of(model, step)
-        if blow_up and step in (2, 5) and grace.rank() == 1:
+        if step in (2, 5) and grace.rank() == 1:
             loss = loss * 1e38 * 1e10
         scaler.scale(loss).backward()
         optimizer.synchronize()
@@ -81,26 +86,17 @@ def with_scaler(compressor, give_scaler, blow_up):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        skipped.append(digest(weights(model)) == before)
+        assert (digest(weights(model)) == before) == (step in (2, 5))
         scales.append(scaler.get_scale())
-    finite = all(torch.isfinite(p).all() for p in model.parameters())
-    assert finite
-    return skipped, scales, digest(weights(model))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "compressor", "give_scaler"), pairwise([2, 3], METHODS, [True, False]), indirect=["ranks"]
-)
-def test_a_grad_scaler_skips_overflows_on_every_rank_and_recovers(ranks, compressor, give_scaler):
-    answers = ranks.run(with_scaler, compressor, give_scaler, True)
-    assert answers[1:] == answers[:-1]
-    skipped, scales, _ = answers[0]
-    assert skipped == [step in (2, 5) for step in range(10)]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
     assert scales[2] == scales[1] / 2
     assert scales[5] == scales[2] / 2 == scales[-1] / 2  # and grew again after three good steps
+    return scales, digest(weights(model))
 
 
-def residuals_when_the_scale_changes(compressor):
+@pytest.mark.parametrize("compressor", ["topk(ratio=0.1)", "randomk(ratio=0.1)", "efsignsgd"])
+@on_ranks()
+def test_residuals_follow_the_loss_scale_exactly(compressor):
     """The same gradients with the loss scale going 4, 4, 16, 1, and without: aggregates unscaled, and residuals."""
     plain, scaled = Given(SHAPES), Given(SHAPES)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -121,15 +117,12 @@ def residuals_when_the_scale_changes(compressor):
             optimizer.step()
     residuals, reference = (state_of(optimizer)["memory"] for optimizer in optimizers[::-1])
     assert reference
-    return digest(residuals) == digest(reference)
+    assert digest(residuals) == digest(reference)
 
 
-@pytest.mark.parametrize("compressor", ["topk(ratio=0.1)", "randomk(ratio=0.1)", "efsignsgd"])
-def test_residuals_follow_the_loss_scale_exactly(two_ranks, compressor):
-    assert two_ranks.run(residuals_when_the_scale_changes, compressor) == [True, True]
-
-
-def unscaled_too_early(give_scaler, clip):
+@pytest.mark.parametrize(("give_scaler", "clip"), [(True, False), (True, True), (False, True)])
+@on_ranks()
+def test_unscaling_before_synchronize_is_refused_and_training_can_go_on(give_scaler, clip):
     model = net()
     scaler = torch.amp.GradScaler("cpu")
     optimizer = distributed(model, "topk", grad_scaler=scaler if give_scaler else None)
@@ -137,23 +130,11 @@ def unscaled_too_early(give_scaler, clip):
     scaler.unscale_(optimizer)
     if clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    try:
-        optimizer.step()
-        message = "nothing was noticed"
-    except grace.ExchangeError as error:
-        message = str(error)
+    assert "synchronize()" in refusal(optimizer.step, kind=grace.ExchangeError)
     scaler.update()
     optimizer.zero_grad()
     train(model, optimizer, range(1, 3))
-    return message, digest(weights(model))
-
-
-@pytest.mark.parametrize(("give_scaler", "clip"), [(True, False), (True, True), (False, True)])
-def test_unscaling_before_synchronize_is_refused_and_training_can_go_on(two_ranks, give_scaler, clip):
-    (first, one), (second, two) = two_ranks.run(unscaled_too_early, give_scaler, clip)
-    assert "synchronize()" in first
-    assert "synchronize()" in second
-    assert one == two
+    return digest(weights(model))
 
 
 def scaler_steps(compressor, fused, synchronize):
@@ -177,16 +158,19 @@ def scaler_steps(compressor, fused, synchronize):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)"])
-def test_scaler_step_alone_synchronizes_before_it_unscales(two_ranks, compressor, fused):
-    with_call = two_ranks.run(scaler_steps, compressor, fused, True)
-    without = two_ranks.run(scaler_steps, compressor, fused, False)
-    assert len(set(with_call + without)) == 1
+@on_ranks()
+def test_scaler_step_alone_synchronizes_before_it_unscales(compressor, fused):
+    ends = {scaler_steps(compressor, fused, synchronize) for synchronize in (True, False)}
+    assert len(ends) == 1
+    return ends
 
 
-def beyond_half(compressor, communicator):
-    """A finite gradient beyond float16's range, on rank 1: what comes out, and what memories hold, before and after."""
+@pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast"])
+@on_ranks()
+def test_a_value_beyond_the_range_of_its_payload_is_an_overflow(communicator):
+    """A finite gradient beyond float16's range, on rank 1, reaches no memory."""
     model = Given({"w": (100,)})
-    optimizer = distributed(model, compressor, memory="residual", communicator=communicator)
+    optimizer = distributed(model, HALVES, memory="residual", communicator=communicator)
     model.backward(made_up({"w": (100,)}, 0, grace.rank()))
     optimizer.step()
     before = digest(state_of(optimizer))
@@ -195,35 +179,25 @@ def beyond_half(compressor, communicator):
     given["w"][7] = 1e6 * grace.rank()
     model.backward(given)
     optimizer.synchronize()
-    finite = bool(torch.isfinite(model.w.grad).all())
+    assert not torch.isfinite(model.w.grad).all()
     used(model, optimizer)
-    return finite, before == digest(state_of(optimizer))
+    assert before == digest(state_of(optimizer))
 
 
-@pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast"])
-def test_a_value_beyond_the_range_of_its_payload_is_an_overflow(two_ranks, communicator):
-    assert two_ranks.run(beyond_half, "topk(ratio=0.1) | fp16", communicator) == [(False, True)] * 2
-
-
-def late_beyond_half():
-    """The same over a delayed exchange: whether the mean that comes a step later is finite, and all that is kept."""
+@on_ranks()
+def test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory():
+    """Over a delayed exchange its mean comes a step later."""
     model = Given({"w": (100,)})
-    optimizer = distributed(
-        model, "topk(ratio=0.1) | fp16", memory="residual", communicator="reduce_broadcast(staleness=1)"
-    )
-    seen = []
+    optimizer = distributed(model, HALVES, memory="residual", communicator="reduce_broadcast(staleness=1)")
     for step in range(4):
         optimizer.zero_grad()
         given = made_up({"w": (100,)}, step, grace.rank())
         given["w"][7] += 1e6 * (step == 1 and grace.rank() == 1)
         model.backward(given)
         optimizer.synchronize()
-        seen.append(model.w.grad is None or bool(torch.isfinite(model.w.grad).all()))
-        if seen[-1]:  # else a scaler skips the step
+        finite = model.w.grad is None or bool(torch.isfinite(model.w.grad).all())
+        assert finite == (step != 2)
+        if finite:  # else a scaler skips the step
             optimizer.step()
     kept = [value for values in state_of(optimizer).values() for value in values.values()]
-    return seen, all(bool(torch.isfinite(value).all()) for value in kept)
-
-
-def test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory(two_ranks):
-    assert two_ranks.run(late_beyond_half) == [([True, True, False, True], True)] * 2
+    assert all(bool(torch.isfinite(value).all()) for value in kept)

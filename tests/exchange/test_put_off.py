@@ -12,6 +12,7 @@ from tests.exchange import test_damaged_payloads as damaged
 from tests.exchange import test_overflow as overflow
 from tests.session import test_out_of_step as out_of_step
 from tests.support.far import as_far
+from tests.support.pools import on_ranks
 from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
 
 pytestmark = pytest.mark.ranks
@@ -57,44 +58,34 @@ def steps(spec, communicator, far, plain=False):
     return found, reads
 
 
-def both_ways(spec, communicators):
-    """By communicator, in which steps the two differ, and what was read in each."""
-    answers = {}
-    for name in communicators:
-        (near, _), (far, reads) = steps(spec, name, False), steps(spec, name, True)
-        answers[name] = [step for step, a, b in zip(STEPS, near, far, strict=True) if a != b], reads
-    return answers
-
-
 @pytest.mark.parametrize("spec", METHODS)
-def test_what_is_read_at_the_end_of_a_step_is_heeded_as_what_is_read_at_once(two_ranks, spec):
+@on_ranks()
+def test_what_is_read_at_the_end_of_a_step_is_heeded_as_what_is_read_at_once(spec):
     names = [name for name in legal_communicators(make("compressor", spec)) if name not in UNTRIED]
     names += ["reduce_broadcast(destination=1)"] if "reduce_broadcast" in names else []
-    for answers in two_ranks.run(both_ways, spec, names):
-        for name, (unlike, reads) in answers.items():
-            assert not unlike, name
-            assert reads == [["read"]] * len(STEPS), name
+    for name in names:
+        (near, _), (far, reads) = steps(spec, name, False), steps(spec, name, True)
+        assert dict(zip(STEPS, far, strict=True)) == dict(zip(STEPS, near, strict=True)), name
+        assert reads == [["read"]] * len(STEPS), name
 
 
 BOUNDED = {"threshold(value=0.8, capacity=1.0)": True, "dgc(ratio=0.1)": False, "adaptive(ratio=0.1)": False}
 """Whether these compute the same on a device, to the last bit."""
 
 
-def far_and_near(spec, communicators):
-    return {name: (steps(spec, name, True, plain=True), steps(spec, name, False)[0]) for name in communicators}
-
-
 @pytest.mark.parametrize("spec", BOUNDED)
-def test_payloads_have_room_on_a_device_and_their_sizes_are_not_read(two_ranks, spec):
+@on_ranks()
+def test_payloads_have_room_on_a_device_and_their_sizes_are_not_read(spec):
     names = [name for name in legal_communicators(make("compressor", spec)) if name not in UNTRIED]
-    first, second = two_ranks.run(far_and_near, spec, names)
+    means = {}
     for name in names:
-        ((found, reads), near), ((others, _), _) = first[name], second[name]
-        assert [gradients for gradients, _ in found] == [gradients for gradients, _ in others], name
+        (found, reads), (near, _) = steps(spec, name, True, plain=True), steps(spec, name, False)
+        means[name] = [gradients for gradients, _ in found]
         assert reads == [["read"]] * len(STEPS), name
         assert found == near or not BOUNDED[spec], name
         kept = dict(zip(STEPS, (state for _, state in found), strict=True))
         assert kept["nowhere"] == kept["overflow"] == kept["infinite"] != kept["after"], name
+    return means
 
 
 def far(function, *args):
@@ -125,8 +116,9 @@ def test_ddps_hook_keeps_its_state_from_bad_numbers(two_ranks, spec, communicato
     assert [reads for _, reads in answers] == [["read"] * 5] * 2  # once a step, when its state is asked for
 
 
-def test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory(two_ranks):
-    assert two_ranks.run(far, overflow.late_beyond_half) == [([True, True, False, True], True)] * 2
+@on_ranks()
+def test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory():
+    far(overflow.test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory.body)
 
 
 def test_payloads_that_do_not_decode_are_refused_by_all(two_ranks):

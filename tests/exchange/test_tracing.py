@@ -14,7 +14,8 @@ from grace.exchange.tracing import recorder
 from grace.exchange.tracing.summary import PHASES, summarize
 from grace.exchange.tracing.timeline import load, merged
 from tests.support import strategies
-from tests.support.training import Given, ddp, digest, distributed, loss_of, made_up, net, sgd, train, weights
+from tests.support.pools import on_ranks
+from tests.support.training import Given, ddp, digest, distributed, loss_of, made_up, net, refusal, sgd, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -86,16 +87,11 @@ def overflowing(**choices):
     return model, optimizer.traffic
 
 
-def outcome(folder, how, choices):
+def outcome(folder, how, choices, steps=50, skip=0):
     """The bits of the weights, and the bytes of each variable, of one training."""
-    with recorded(folder):
+    with recorded(folder, steps, skip):
         model, traffic = how(**choices)
         return digest(weights(model)), dict(traffic.payload_bytes)
-
-
-def twice(folder, how, choices):
-    """Without and with recording."""
-    return outcome(None, how, choices), outcome(folder, how, choices)
 
 
 RUNS = {
@@ -118,10 +114,10 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 def test_a_trace_is_whole_and_changes_nothing(two_ranks, tmp_path, run):
     how, choices = RUNS[run]
-    answers = two_ranks.run(twice, str(tmp_path), how, choices)
+    answers = zip(*(two_ranks.run(outcome, folder, how, choices) for folder in (None, str(tmp_path))), strict=True)
     ranks = load(tmp_path)
     assert [rank.facts["rank"] for rank in ranks] == [0, 1]
-    for (plain, traced), rank in zip(answers, ranks, strict=True):
+    for rank, (plain, traced) in zip(ranks, answers, strict=True):
         assert traced == plain
         check(rank, traced[1], everyone=run not in ("hierarchical", "parts"), late=int(run == "stale"))
     check_format(merged(ranks))
@@ -237,13 +233,8 @@ def step_of(rank, event):
     return step
 
 
-def parts_of_steps(folder):
-    with recorded(folder, steps=2, skip=1):
-        plainly(compressor="topk(ratio=0.1)")
-
-
 def test_steps_have_their_parts_and_only_the_wanted_ones_are_recorded(two_ranks, tmp_path):
-    two_ranks.run(parts_of_steps, str(tmp_path))
+    two_ranks.run(outcome, str(tmp_path), plainly, {"compressor": "topk(ratio=0.1)"}, 2, 1)
     for rank in load(tmp_path):
         assert [step["args"]["step"] for step in rank.steps] == [1, 2]
         names = Counter(e["name"] for e in rank.events)
@@ -261,18 +252,6 @@ def test_steps_have_their_parts_and_only_the_wanted_ones_are_recorded(two_ranks,
             assert inside["optimizer"]["ts"] >= inside["synchronize"]["ts"] + inside["synchronize"]["dur"]
 
 
-def refused(name, value):
-    before = dict(os.environ)
-    os.environ.update({recorder.FOLDER: "/dev/null", name: value})
-    try:
-        plainly()
-    except grace.GraceError as error:
-        return str(error)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -281,9 +260,10 @@ def refused(name, value):
         (recorder.FOLDER, "/dev/null/x", "GRACE_TRACE=/dev/null/x: cannot write /dev/null/x/rank"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_on_all_ranks(two_ranks, name, value, message):
-    for said in two_ranks.run(refused, name, value):
-        assert message in said
+@on_ranks()
+def test_settings_that_cannot_be_are_refused_on_all_ranks(name, value, message):
+    os.environ.update({recorder.FOLDER: "/dev/null", name: value})
+    assert message in refusal(plainly, kind=grace.GraceError)
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for():

@@ -190,13 +190,3 @@ def test_a_timeline_must_know_all_variables():
 def test_one_rank_and_no_variables_are_planned_too():
     for count, ranks in ((3, 1), (0, 2)):
         assert any(one.baseline for one in find_candidates(problem_of(1, count=count, ranks=ranks, methods=None)))
-
-
-def test_more_bytes_or_less_bandwidth_never_predict_a_faster_step():
-    base = problem_of(3, count=8, methods=None)
-    steps = []
-    for bandwidth in (1e9, 1e8, 1e7, 1e6):
-        costs = Costs(Links(bandwidth, 1e-5), DefaultCodecs())
-        best = find_candidates(Problem(base.variables, base.timeline, costs, OneNode(4)))[0]
-        steps.append(best.prediction.step)
-    assert steps == sorted(steps)

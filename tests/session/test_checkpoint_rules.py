@@ -6,7 +6,7 @@ import torch
 import grace
 from grace.strategy import ShardPlan, Sync
 from tests.support.checkpoints import SHAPES, load, made, saved_by, sealed
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
 from tests.support.strategies import executed, strategy_of, whole
 from tests.support.training import Given, copied, digest, state_of, train_given, weights
 
@@ -22,7 +22,9 @@ def mixed():
     return model, executed(model, strategy_of(*[whole(name, shape, part[name]) for name, shape in SHAPES.items()]))
 
 
-def before_and_after_the_first_step():
+@on_ranks()
+def test_each_component_says_itself_what_is_a_ranks_own():
+    """Before and after the first step."""
     model, optimizer = mixed()
     new = optimizer.full_state_dict()
     model.load_state_dict(model.state_dict())
@@ -31,15 +33,10 @@ def before_and_after_the_first_step():
     saved = copied(optimizer.full_state_dict())
     model, optimizer = mixed()
     optimizer.load_state_dict(saved)
-    kept = state_of(optimizer)["compressor"]
-    return digest(kept["w"]), digest(kept["v"]), digest(saved["grace"]["ranks"][grace.rank()]["compressor"]["v"])
-
-
-def test_each_component_says_itself_what_is_a_ranks_own(two_ranks):
-    (w, v, own), (other_w, other_v, other_own) = two_ranks.run(before_and_after_the_first_step)
-    assert w == other_w
-    assert (v, other_v) == (own, other_own)
-    assert v != other_v
+    kept, own = state_of(optimizer)["compressor"], [rank["compressor"]["v"] for rank in saved["grace"]["ranks"]]
+    assert digest(kept["v"]) == digest(own[grace.rank()])
+    assert digest(own[0]) != digest(own[1])
+    return digest(kept["w"])
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -109,24 +106,20 @@ BENT = {
 }
 
 
-def refusals():
+@on_ranks()
+def test_what_does_not_fit_is_refused_before_anything_changes():
     model, optimizer = made()
     train_given(model, optimizer, range(5, 7))
-    answers = {kind: load(optimizer, bent(kind)) for kind in BENT}
-    dropped = {kind: load(optimizer, bent(kind), "keep") for kind in ("shape", "variable", "missing")}
+    for kind, words in BENT.items():
+        said = load(optimizer, bent(kind))
+        assert words in said, kind
+        assert "memory='keep'" in said or kind not in ("shape", "dtype", "kind", "variable", "missing")
+    for kind in ("shape", "variable", "missing"):
+        said = load(optimizer, bent(kind), "keep")
+        assert "was dropped" in said
+        assert "'w'" in said
     train_given(model, optimizer, range(7, 9))
-    return answers, dropped, digest(weights(model))
-
-
-def test_what_does_not_fit_is_refused_before_anything_changes(two_ranks):
-    answers = two_ranks.run(refusals)
-    for refused, dropped, _ in answers:
-        for kind, words in BENT.items():
-            assert words in refused[kind], kind
-        for kind in ("shape", "dtype", "kind", "variable", "missing"):
-            assert "memory='keep'" in refused[kind]
-        assert all("was dropped" in words and "'w'" in words for words in dropped.values())
-    assert answers[0][2] == answers[1][2]
+    return digest(weights(model))
 
 
 # -- what may change -----------------------------------------------------------------------------------------
@@ -139,29 +132,23 @@ PARAMETERS = [
 ]
 
 
-def other_parameters():
-    answers = []
+@on_ranks()
+def test_a_methods_parameters_may_change_and_no_residual_is_lost():
+    ends = []
     for before, after, communicator in PARAMETERS:
         memory = "residual" if before.startswith("qsgd") else None
         saved = saved_by(before, memory, communicator)
         model, optimizer = made(after, memory, communicator)
         said = load(optimizer, saved)
-        state = state_of(optimizer)
-        wanted = copied(saved["grace"]["ranks"][grace.rank()])
+        assert ("powersgd(rank=3)" if before.startswith("powersgd") else "") in said
+        assert bool(said) == before.startswith("powersgd"), said
+        state, wanted = state_of(optimizer), copied(saved["grace"]["ranks"][grace.rank()])
         kept = {kind: digest(state[kind]) == digest(wanted[kind]) for kind in wanted if kind != "compressor"}
-        train_given(model, optimizer, range(3, 5))
-        answers.append((said, kept, digest(weights(model))))
-    return answers
-
-
-def test_a_methods_parameters_may_change_and_no_residual_is_lost(two_ranks):
-    for (before, *_), (said, kept, end), other in zip(PARAMETERS, *two_ranks.run(other_parameters), strict=True):
         assert kept
         assert all(kept.values()), before
-        assert end == other[2]
-        assert bool(said) == before.startswith("powersgd"), said
-        if said:
-            assert "powersgd(rank=3)" in said
+        train_given(model, optimizer, range(3, 5))
+        ends.append(digest(weights(model)))
+    return ends
 
 
 def keeping(saved):

@@ -6,7 +6,7 @@ import torch
 
 import grace
 from grace.strategy import ShardPlan, Sync
-from tests.support.pools import launched, on_ranks
+from tests.support.pools import on_ranks
 from tests.support.strategies import cut, strategy_of
 from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights
 
@@ -32,7 +32,7 @@ def switching(*strategies, momentum=0.0):
         optimizer.use_strategy(strategy)
         train_given(model, optimizer, range(2 * i, 2 * i + 2))
     assert optimizer.traffic.steps == 2 * len(strategies)
-    return {name: w.numpy() for name, w in weights(model).items()}
+    return weights(model)
 
 
 def on_the_mean(count, size):
@@ -40,6 +40,11 @@ def on_the_mean(count, size):
         name: -sum(made_up(SHAPES, step, rank)[name] for step in range(count) for rank in range(size)) / size
         for name in SHAPES
     }
+
+
+def check_is_the_mean(got, count):
+    for name, wanted in on_the_mean(count, grace.size()).items():
+        np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-4)
 
 
 def parts(compressor="topk(ratio=0.1)"):
@@ -51,45 +56,25 @@ def parts(compressor="topk(ratio=0.1)"):
 
 
 @pytest.mark.parametrize("between", [[TOPK], [TOPK, POWERSGD], [EFSIGNSGD], [POWERSGD, TOPK, EFSIGNSGD]], ids=str)
-def test_nothing_is_lost_on_the_way_back_to_plain_sums(two_ranks, between):
-    for got in two_ranks.run(switching, PLAIN, *between, PLAIN):
-        wanted = on_the_mean(2 * (len(between) + 2), 2)
-        for name in SHAPES:
-            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-4)
+@on_ranks()
+def test_nothing_is_lost_on_the_way_back_to_plain_sums(between):
+    check_is_the_mean(switching(PLAIN, *between, PLAIN), 2 * (len(between) + 2))
 
 
 @on_ranks(3)
 def test_nothing_is_lost_where_variables_are_cut_anew():
-    got = switching(TOPK, parts(), TOPK, PLAIN)
-    for name, wanted in on_the_mean(8, 3).items():
-        np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_switch_to_the_same_changes_no_bit(two_ranks):
-    again = two_ranks.run(switching_with_momentum, TOPK, TOPK, TOPK)
-    once = two_ranks.run(unswitched, TOPK)
-    assert [digest(one) for one in again] == [digest(one) for one in once]
-
-
-def switching_with_momentum(*strategies):
-    return switching(*strategies, momentum=0.9)
+    check_is_the_mean(switching(TOPK, parts(), TOPK, PLAIN), 8)
 
 
 def unswitched(strategy):
     model, optimizer = made(strategy, momentum=0.9)
     train_given(model, optimizer, range(6))
-    return {name: w.numpy() for name, w in weights(model).items()}
+    return digest(weights(model))
 
 
-def refusing(strategies, before_step=False):
-    """What is said, and weights after training goes on."""
-    model, optimizer = made(TOPK, momentum=0.9)
-    train_given(model, optimizer, range(3))
-    if before_step:
-        model.backward(made_up(SHAPES, 9, grace.rank()))
-    said = refusal(optimizer.use_strategy, strategies[grace.rank()], kind=grace.GraceError)
-    train_given(model, optimizer, range(3, 6))
-    return said, {name: w.numpy() for name, w in weights(model).items()}
+@on_ranks()
+def test_a_switch_to_the_same_changes_no_bit():
+    assert digest(switching(TOPK, TOPK, TOPK, momentum=0.9)) == unswitched(TOPK)
 
 
 def foreign():
@@ -97,20 +82,27 @@ def foreign():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "words"),
     [("uniform(compressor=tokp)", "did you mean 'topk'"), (foreign(), "other")],
     ids=["name", "model"],
 )
-def test_what_is_refused_changes_nothing(two_ranks, strategy, said):
-    once = two_ranks.run(unswitched, TOPK)
-    for (why, got), wanted in zip(two_ranks.run(refusing, [strategy] * 2), once, strict=True):
-        assert said in why
-        assert digest(got) == digest(wanted)
+@on_ranks()
+def test_what_is_refused_changes_nothing(strategy, words):
+    model, optimizer = made(TOPK, momentum=0.9)
+    train_given(model, optimizer, range(3))
+    assert words in refusal(optimizer.use_strategy, strategy, kind=grace.GraceError)
+    train_given(model, optimizer, range(3, 6))
+    assert digest(weights(model)) == unswitched(TOPK)
 
 
-def test_no_switch_in_the_middle_of_a_step(two_ranks):
-    for why, _ in two_ranks.run(refusing, [PLAIN] * 2, True):
-        assert why.startswith("the exchange of a step is under way")
+@on_ranks()
+def test_no_switch_in_the_middle_of_a_step():
+    model, optimizer = made(TOPK)
+    train_given(model, optimizer, range(3))
+    model.backward(made_up(SHAPES, 9, grace.rank()))
+    said = refusal(optimizer.use_strategy, PLAIN, kind=grace.GraceError)
+    assert said.startswith("the exchange of a step is under way")
+    train_given(model, optimizer, range(3, 6))
 
 
 @on_ranks()
@@ -141,9 +133,7 @@ def test_residuals_are_given_back_in_units_of_the_loss_scale():
         scaler.update()
         if step == 6:
             optimizer.use_strategy(PLAIN)
-    got = {name: w.numpy() for name, w in weights(model).items()}
-    for name, wanted in on_the_mean(8, 2).items():
-        np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-4)
+    check_is_the_mean(weights(model), 8)
 
 
 @pytest.mark.parametrize("thrown_away", ["overflow", "zero_grad"])
@@ -172,8 +162,7 @@ def test_residuals_are_given_back_by_the_first_step_that_is_used(thrown_away):
         else:
             backward(9)
             optimizer.synchronize()
-    for name, wanted in on_the_mean(6, 2).items():
-        np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-4, atol=1e-4)
+    check_is_the_mean(weights(model), 6)
 
 
 @on_ranks(2)
@@ -192,7 +181,6 @@ def test_a_residual_is_given_back_once_where_nothing_skips_a_step_that_overflowe
 
 
 @pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+@on_ranks()
 def test_on_other_engines(engine):
-    for got in launched(engine, 2).run(switching, PLAIN, TOPK, PLAIN):
-        for name, wanted in on_the_mean(6, 2).items():
-            np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-4)
+    check_is_the_mean(switching(PLAIN, TOPK, PLAIN), 6)

@@ -8,7 +8,7 @@ import torch
 import grace
 from grace.strategy.builders.all_reduce import AllReduce
 from tests.support import strategies
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks
 from tests.support.strategies import BUILDERS, assert_close, executed, mixed, on_the_mean, spec_for
 from tests.support.training import digest
 
@@ -21,47 +21,35 @@ WITH_MORE = (
 )
 
 
-def trained(builder):
-    """Weights after some steps."""
-    model = mixed(seed=grace.rank())  # rank 0's count
-    optimizer = executed(model, spec_for(builder, grace.size()))
-    strategies.train(model, optimizer, STEPS)
-    return strategies.weights(model)
-
-
 @functools.cache
 def expected(size):
     return on_the_mean(mixed(), size, STEPS)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3], ids=["1rank", "2ranks", "2+1ranks"])
 @pytest.mark.parametrize("builder", [*BUILDERS, *WITH_MORE])
-def test_every_builder_trains_like_plain_all_reduce(builder, size):
-    answers = ranks_of(size).run(trained, builder)
-    assert len(set(map(digest, answers))) == 1
-    assert_close(answers[0], expected(size))
+@on_ranks(1, 2, 3)
+def test_every_builder_trains_like_plain_all_reduce(builder):
+    """On 2 + 1 ranks of two nodes, too."""
+    model = mixed(seed=grace.rank())  # rank 0's count
+    strategies.train(model, executed(model, spec_for(builder, grace.size())), STEPS)
+    found = strategies.weights(model)
+    assert_close(found, expected(grace.size()))
+    return digest(found)
 
 
-def late(spec):
-    """What two steps changed, each by itself, and what a rank thinks the strategy is."""
+@on_ranks()
+def test_a_builders_staleness_holds_for_what_it_sends_to_destinations():
+    """What two steps change, each by itself."""
     model = mixed()
-    optimizer = executed(model, spec)
-    before, changed, strategy = strategies.weights(model), [], optimizer.strategy
+    optimizer = executed(model, "parallax(staleness=1, compressor=topk(ratio=0.9))")
+    strategy, late = optimizer.strategy, {"words.weight"}
     for step in range(2):
+        before = strategies.weights(model)
         strategies.train(model, optimizer, range(step, step + 1))
-        now = strategies.weights(model)
-        changed.append({name.split(".")[0] for name in now if not torch.equal(now[name], before[name])})
-        before = now
+        changed = {name for name, value in strategies.weights(model).items() if not torch.equal(value, before[name])}
+        assert changed == {"prime", "dense.weight", "dense.bias", "scale"} | (late if step else set())
     optimizer.close()
-    return changed, strategy.id
-
-
-def test_a_builders_staleness_holds_for_what_it_sends_to_destinations(two_ranks):
-    answers = two_ranks.run(late, "parallax(staleness=1, compressor=topk(ratio=0.9))")
-    assert answers[0] == answers[1]
-    first, second = answers[0][0]
-    assert first == {"prime", "dense", "scale"}
-    assert second == {"prime", "dense", "scale", "words"}
+    return strategy.id
 
 
 class Spy(AllReduce):
@@ -74,11 +62,8 @@ class Spy(AllReduce):
         return super().build(variables, resources)
 
 
-def cluster_seen():
+@on_ranks(3)
+def test_builders_see_the_nodes_that_ranks_say_they_are_on():
     spy = Spy()
     executed(mixed(), spy)
-    return getattr(spy, "seen", None)
-
-
-def test_builders_see_the_nodes_that_ranks_say_they_are_on(three_ranks):
-    assert three_ranks.run(cluster_seen) == [[0, 0, 1], None, None]  # only rank 0 builds
+    assert getattr(spy, "seen", None) == (None if grace.rank() else [0, 0, 1])  # only rank 0 builds

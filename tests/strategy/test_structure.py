@@ -10,9 +10,9 @@ from grace.core.variable import Variable
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan, schema
 from grace.strategy.builder import OneNode
 from tests.support.own_parts import InPieces, registered
-from tests.support.pools import launched
+from tests.support.pools import on_ranks
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, variables_of, weights
-from tests.support.training import copied, digest, used
+from tests.support.training import copied, digest, refusal, used
 
 LED = Sync("allgather", hierarchical=True)
 FLAT = Sync("allgather")
@@ -26,11 +26,11 @@ def by_name(model, plans, **others):
 
 
 def trained(how):
-    """Weights after a few steps of the mixed model; every other variable inside the node first."""
+    """The mixed model after a few steps; every other variable inside the node first."""
     model = mixed()
     plans = {"dense.weight": ShardPlan(Sync("reduce_broadcast", destination=1, staleness=0, local_replication=True))}
     train(model, executed(model, by_name(model, plans) if how == "mixed" else how), range(3))
-    return {name: value.numpy() for name, value in weights(model).items()}, digest(weights(model))
+    return weights(model)
 
 
 @pytest.mark.ranks
@@ -38,25 +38,22 @@ def trained(how):
     ("engine", "how"),
     [("gloo", "mixed"), ("gloo", "all_reduce(hierarchical=true, chunk_size=2)"), ("mpirun-mpi", "mixed")],
 )
+@on_ranks(3)
 def test_the_mean_is_that_of_all_ranks_whatever_each_variables_structure(engine, how):
-    answers = launched(engine, 3).run(trained, how)
-    assert len({bits for _, bits in answers}) == 1
-    assert_close(answers[0][0], {name: value.numpy() for name, value in on_the_mean(mixed(), 3, range(3)).items()})
-
-
-def trained_by_own():
-    rule = {"match": {}, "sync": {"type": "in_pieces", "most": 50, "hierarchical": True}}
-    with registered(InPieces):
-        weights, digest = trained({"version": 1, "rules": [rule]})
-        return weights, digest, InPieces.sent
+    found = trained(how)
+    assert_close(found, on_the_mean(mixed(), 3, range(3)))
+    return digest(found)
 
 
 @pytest.mark.ranks
-def test_a_communicator_of_the_users_can_be_hierarchical(three_ranks):
-    answers = three_ranks.run(trained_by_own)
-    assert len({bits for _, bits, _ in answers}) == 1
-    assert [sent > 0 for *_, sent in answers] == [True, False, True]  # the leaders alone
-    assert_close(answers[0][0], {name: value.numpy() for name, value in on_the_mean(mixed(), 3, range(3)).items()})
+@on_ranks(3)
+def test_a_communicator_of_the_users_can_be_hierarchical():
+    rule = {"match": {}, "sync": {"type": "in_pieces", "most": 50, "hierarchical": True}}
+    with registered(InPieces):
+        found = trained({"version": 1, "rules": [rule]})
+        assert (InPieces.sent > 0) == (grace.rank() != 1)  # the leaders alone
+    assert_close(found, on_the_mean(mixed(), 3, range(3)))
+    return digest(found)
 
 
 class Pair(torch.nn.Module):
@@ -87,97 +84,69 @@ def step(model, optimizer, number, leave_out=False):
         optimizer.step()
 
 
-def nonzero():
+@pytest.mark.ranks
+@on_ranks(3)
+def test_only_leaders_compress_what_is_hierarchical_and_all_ranks_the_rest():
     model, optimizer = pair()
     step(model, optimizer, 0)
-    return int((model.led != 0).sum()), int((model.flat != 0).sum())
+    assert 10 < int((model.led != 0).sum()) <= 20
+    assert 20 < int((model.flat != 0).sum()) <= 30
 
 
 @pytest.mark.ranks
-def test_only_leaders_compress_what_is_hierarchical_and_all_ranks_the_rest(three_ranks):
-    for led, flat in three_ranks.run(nonzero):
-        assert 10 < led <= 20
-        assert 20 < flat <= 30
-
-
-def resumed(again_led):
+@on_ranks(3)
+def test_a_run_is_resumed_bit_for_bit_with_the_same_structure_only():
     model, optimizer = pair()
     for number in range(2):
         step(model, optimizer, number)
     saved, values = copied(optimizer.state_dict()), copied(model.state_dict())
+    other, again = pair(("flat",))
+    assert "hierarchical" in refusal(again.load_state_dict, saved, kind=grace.GraceError)
+    other, again = pair()
+    other.load_state_dict(values)
+    again.load_state_dict(saved)
     for number in range(2, 4):
         step(model, optimizer, number)
-    other, optimizer = pair(again_led)
-    other.load_state_dict(values)
-    try:
-        optimizer.load_state_dict(saved)
-    except grace.GraceError as error:
-        return f"{type(error).__name__}: {error}"
-    for number in range(2, 4):
-        step(other, optimizer, number)
-    return [digest(weights(model)), digest(weights(other))]
+        step(other, again, number)
+    assert digest(weights(other)) == digest(weights(model))
+    return digest(weights(model))
 
 
 @pytest.mark.ranks
-def test_a_run_is_resumed_bit_for_bit_with_the_same_structure_only(three_ranks):
-    assert len({bits for both in three_ranks.run(resumed, ("led",)) for bits in both}) == 1
-    for said in three_ranks.run(resumed, ("flat",)):
-        assert "hierarchical" in said, said
-
-
-def out_of_step():
+@on_ranks(3)
+def test_a_rank_that_leaves_a_step_out_is_noticed_by_all():
     model, optimizer = pair()
     step(model, optimizer, 0)
-    try:
+
+    def steps():
         for number in range(1, 4):
             step(model, optimizer, number, leave_out=grace.rank() == 1 and number == 1)
         optimizer.synchronize()
-    except grace.GraceError as error:
-        return type(error).__name__
-    return "nothing was noticed"
+
+    refusal(steps, kind=grace.errors.StepError)
 
 
 @pytest.mark.ranks
-def test_a_rank_that_leaves_a_step_out_is_noticed_by_all(three_ranks):
-    assert three_ranks.run(out_of_step) == ["StepError"] * 3
-
-
-def overflowed():
+@on_ranks(3)
+def test_an_overflow_of_either_structure_reaches_all_ranks_and_no_memory():
     """Rank 1 has a NaN in one of the two variables."""
-    found = []
     for name in ("led", "flat"):
         model, optimizer = pair()
         gradient = torch.ones(10, 10) * (float("nan") if grace.rank() == 1 else 1.0)
         sum((p * (gradient if n == name else 1.0)).sum() for n, p in model.named_parameters()).backward()
         optimizer.synchronize()
-        finite = [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
+        assert [n for n, p in model.named_parameters() if not torch.isfinite(p.grad).all()] == [name]
         used(model, optimizer)
-        state = optimizer._grace.runner.state()["memory"]
-        found.append([*finite, not any(map(len, state.values()))])
+        assert not any(map(len, optimizer._grace.runner.state()["memory"].values()))
         optimizer.close()
-    return found
 
 
 @pytest.mark.ranks
-def test_an_overflow_of_either_structure_reaches_all_ranks_and_no_memory(three_ranks):
-    for led, flat in three_ranks.run(overflowed):
-        assert led == [False, True, True]
-        assert flat == [True, False, True]
-
-
-def refused():
-    try:
-        trained("mixed")
-    except grace.GraceError as error:
-        return str(error)
-    return "nothing is wrong"
-
-
-@pytest.mark.ranks
+@on_ranks(2, engine="horovodrun-gloo")
 def test_horovod_decides_itself_and_its_own_switch_is_named():
-    for said in launched("horovodrun-gloo", 2).run(refused):
-        assert "variable 'prime': hierarchical reduction is not for Horovod" in said
-        assert "HOROVOD_HIERARCHICAL_ALLREDUCE=1" in said
+    said = refusal(trained, "mixed")
+    assert "variable 'prime': hierarchical reduction is not for Horovod" in said
+    assert "HOROVOD_HIERARCHICAL_ALLREDUCE=1" in said
 
 
 def test_the_field_is_for_collectives_and_written_only_where_it_is_set():

@@ -1,5 +1,6 @@
 """Training under strategies: models of several kinds, optimizers, accumulation, and how a strategy is given."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import grace
 from examples.torch import models
 from grace.core.registry import make
 from grace.strategy import ShardPlan, Sync, schema
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
 from tests.support.strategies import (
     BUILDERS,
     Tables,
@@ -29,7 +30,7 @@ from tests.support.strategies import (
     weights,
     whole,
 )
-from tests.support.training import digest
+from tests.support.training import digest, refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -82,42 +83,22 @@ def adagrad(parameters):
 OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad}
 
 
-def trained(name, builder, optimizer):
-    model = made(name)
-    train(model, executed(model, builder, OPTIMIZERS[optimizer]), range(3), loss_for(name))
-    return weights(model)
-
-
 @pytest.mark.parametrize("builder", ["parallax", "partitioned_ps(min_shard_bytes=64)"])
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("looped", "sgd"), ("looped", "adagrad"), ("lstm", "sgd"), ("lstm", "adagrad"), ("transformer", "sgd")],
 )
-def test_models_of_several_kinds_train_like_one_process(ranks, name, optimizer, builder):
-    answers = ranks.run(trained, name, builder, optimizer)
-    assert len(set(map(digest, answers))) == 1
-    wanted = on_the_mean(made(name), ranks.size, range(3), OPTIMIZERS[optimizer], loss_for(name))
+@on_ranks(2, 3)
+def test_models_of_several_kinds_train_like_one_process(name, optimizer, builder):
+    model = made(name)
+    train(model, executed(model, builder, OPTIMIZERS[optimizer]), range(3), loss_for(name))
+    wanted = on_the_mean(made(name), grace.size(), range(3), OPTIMIZERS[optimizer], loss_for(name))
     # Adagrad divides by the root of what may be nearly nothing
-    assert_close(answers[0], wanted, 1e-3 if optimizer == "adagrad" else 2e-5)
+    assert_close(weights(model), wanted, 1e-3 if optimizer == "adagrad" else 2e-5)
+    return digest(weights(model))
 
 
 # -- accumulation, clipping --------------------------------------------------------------------------------
-
-
-def accumulated(builder, how):
-    """Two backward passes a step."""
-    model = mixed()
-    optimizer = executed(model, builder, backward_passes_per_step=2 if how == "passes" else 1)
-    for step in range(0, 4, 2):
-        optimizer.zero_grad()
-        if how == "passes":
-            mixed_loss(model, step).backward()
-        else:
-            with optimizer.no_sync():
-                mixed_loss(model, step).backward()
-        mixed_loss(model, step + 1).backward()
-        optimizer.step()
-    return weights(model)
 
 
 def both_losses(model, step, rank=None):
@@ -126,14 +107,25 @@ def both_losses(model, step, rank=None):
 
 @pytest.mark.parametrize("how", ["passes", "no_sync"])
 @pytest.mark.parametrize("builder", MAIN)
-def test_accumulated_gradients(two_ranks, builder, how):
-    answers = two_ranks.run(accumulated, builder, how)
-    assert digest(answers[0]) == digest(answers[1])
-    assert_close(answers[0], on_the_mean(mixed(), 2, range(2), loss=both_losses))
+@on_ranks()
+def test_accumulated_gradients(builder, how):
+    """Two backward passes a step."""
+    model = mixed()
+    optimizer = executed(model, builder, backward_passes_per_step=2 if how == "passes" else 1)
+    for step in range(0, 4, 2):
+        optimizer.zero_grad()
+        with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            mixed_loss(model, step).backward()
+        mixed_loss(model, step + 1).backward()
+        optimizer.step()
+    assert_close(weights(model), on_the_mean(mixed(), 2, range(2), loss=both_losses))
+    return digest(weights(model))
 
 
-def clipped(builder):
-    """The mean's norm, and weights after steps with clipped dense gradients."""
+@pytest.mark.parametrize("builder", MAIN)
+@on_ranks()
+def test_clipping_after_synchronize(builder):
+    """The mean's norm counts, of the dense gradients."""
     model, norms = mixed(), []
     optimizer = executed(model, builder)
     dense = [p for name, p in model.named_parameters() if name != "words.weight"]
@@ -143,51 +135,34 @@ def clipped(builder):
         optimizer.synchronize()
         norms.append(float(torch.nn.utils.clip_grad_norm_(dense, 0.1)))
         optimizer.step()
-    return norms, digest(weights(model)), [float(torch.stack([p.grad.norm() for p in dense]).norm())]
+        assert float(torch.stack([p.grad.norm() for p in dense]).norm()) == pytest.approx(0.1, rel=1e-3)
+    assert min(norms) > 0.1
+    return norms, digest(weights(model))
 
 
-@pytest.mark.parametrize("builder", MAIN)
-def test_clipping_after_synchronize(two_ranks, builder):
-    answers = two_ranks.run(clipped, builder)
-    assert answers[0] == answers[1]
-    assert min(answers[0][0]) > 0.1
-    assert answers[0][2] == [pytest.approx(0.1, rel=1e-3)]
-
-
-def clipped_too_early(builder):
+@on_ranks(1)
+def test_gradients_changed_under_way_are_refused_in_parts_too():
     model = mixed()
-    optimizer = executed(model, builder)
+    optimizer = executed(model, "partitioned_ps(min_shard_bytes=0)")
     mixed_loss(model, 0).backward()
     model.prime.grad.mul_(0.5)
-    try:
-        optimizer.step()
-    except grace.ExchangeError as error:
-        return str(error)
-    return ""
+    said = refusal(optimizer.step, kind=grace.ExchangeError)
+    assert "'prime' was changed after its exchange began" in said
 
 
-def test_gradients_changed_under_way_are_refused_in_parts_too():
-    (message,) = ranks_of(1).run(clipped_too_early, "partitioned_ps(min_shard_bytes=0)")
-    assert "'prime' was changed after its exchange began" in message
-
-
-def with_priorities(priorities):
-    """The order of groups, and weights: any order gives the same."""
+@pytest.mark.parametrize(("priorities", "order"), [((0, 0, 0), "cba"), ((-1, 5, 0), "acb"), ((2, 1, 1), "cba")])
+@on_ranks()
+def test_parts_of_a_lower_priority_start_first(priorities, order):
+    """Any order of groups gives the same."""
     model = Tables({"a": (4,), "b": (4,), "c": (4,)})
     parts = [ShardPlan(Sync("allreduce", group=i), priority=p) for i, p in enumerate(priorities)]
     plans = [whole(name, (4,), part) for name, part in zip("abc", parts, strict=True)]
     optimizer = executed(model, strategy_of(*plans))
     model.backward({name: torch.full((4,), float(grace.rank() + i)) for i, name in enumerate("abc")})
     optimizer.step()
-    order = [v.name for group in optimizer._grace.runner.buckets for v in group.variables]
-    return order, {name: p.tolist() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("priorities", "order"), [((0, 0, 0), "cba"), ((-1, 5, 0), "acb"), ((2, 1, 1), "cba")])
-def test_parts_of_a_lower_priority_start_first(two_ranks, priorities, order):
-    for got, values in two_ranks.run(with_priorities, priorities):
-        assert "".join(got) == order
-        assert values == {name: pytest.approx([-0.1 * (0.5 + i)] * 4) for i, name in enumerate("abc")}
+    assert "".join(v.name for group in optimizer._grace.runner.buckets for v in group.variables) == order
+    for i, p in enumerate(model.parameters()):
+        assert p.tolist() == pytest.approx([-0.1 * (0.5 + i)] * 4)
 
 
 # -- how a strategy is given -------------------------------------------------------------------------------
@@ -276,44 +251,29 @@ def with_choice(arguments, choice):
     return given(*arguments, **choice)
 
 
-def names_only(strategy):
-    """``named_parameters`` are pairs: only the strategy says what is sparse."""
-    model = mixed()
+@on_ranks(2, 3)
+def test_where_names_alone_are_given_the_strategy_says_what_is_sparse():
+    """``named_parameters`` are pairs."""
+    model, strategy = mixed(), built_for("parallax", grace.size())
     optimizer = grace.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), strategy=strategy)
     train(model, optimizer, range(4))
-    return weights(model)
-
-
-def test_where_names_alone_are_given_the_strategy_says_what_is_sparse(ranks):
-    answers = ranks.run(names_only, built_for("parallax", ranks.size))
-    assert len(set(map(digest, answers))) == 1
-    assert_close(answers[0], on_the_mean(mixed(), ranks.size, range(4)))
-
-
-def as_sum(builder):
-    model = mixed()
-    optimizer = executed(model, spec_for(builder, grace.size()), op="sum", gradient_predivide_factor=1.0)
-    train(model, optimizer, range(1))
-    return weights(model)
+    assert_close(weights(model), on_the_mean(mixed(), grace.size(), range(4)))
+    return digest(weights(model))
 
 
 @pytest.mark.parametrize("builder", [b for b in BUILDERS if not b.startswith(("uniform", "by_type", "size"))])
-def test_sums_instead_of_means(three_ranks, builder):
-    answers = three_ranks.run(as_sum, builder)
+@on_ranks(3)
+def test_sums_instead_of_means(builder):
+    model = mixed()
+    train(model, executed(model, spec_for(builder, 3), op="sum", gradient_predivide_factor=1.0), range(1))
     wanted = on_the_mean(mixed(), 3, range(1), lambda parameters: sgd(parameters, 0.3))
-    assert_close(answers[0], wanted, 2e-6)
+    assert_close(weights(model), wanted, 2e-6)
 
 
-def told() -> tuple[str, bool]:
-    one = executed(mixed(), "parallax")
-    two = grace.DistributedOptimizer(sgd(mixed().parameters()), None, "topk")
-    return one.strategy.id, two.strategy is None
-
-
-def test_an_optimizer_tells_its_strategy(two_ranks):
-    (first, none), (second, _) = two_ranks.run(told)
-    assert first == second
-    assert none
+@on_ranks()
+def test_an_optimizer_tells_its_strategy():
+    assert grace.DistributedOptimizer(sgd(mixed().parameters()), None, "topk").strategy is None
+    return executed(mixed(), "parallax").strategy.id
 
 
 class Words(torch.nn.Module):
@@ -334,23 +294,18 @@ def sparse_adam(parameters):
     return torch.optim.SparseAdam(list(parameters), lr=0.05)
 
 
-def words_trained(builder: str) -> torch.Tensor:
-    model = Words()
-    train(model, executed(model, spec_for(builder, grace.size()), sparse_adam), range(5), words_loss)
-    return model.words.weight.detach().clone()
-
-
 @pytest.mark.parametrize("builder", ["parallax", "partitioned_ps(min_shard_bytes=0)", "all_reduce"])
-def test_sparse_adam_updates_the_rows_that_some_rank_had(ranks, builder):
-    model = Words()
-    optimizer = sparse_adam(model.parameters())
+@on_ranks(2, 3)
+def test_sparse_adam_updates_the_rows_that_some_rank_had(builder):
+    model, reference = Words(), Words()
+    train(model, executed(model, builder, sparse_adam), range(5), words_loss)
+    optimizer = sparse_adam(reference.parameters())
     for step in range(5):
         gradients = []
-        for rank in range(ranks.size):
-            model.zero_grad()
-            words_loss(model, step, rank).backward()
-            gradients.append(model.words.weight.grad)
-        model.words.weight.grad = (sum(gradients[1:], start=gradients[0]) / ranks.size).coalesce()
+        for rank in range(grace.size()):
+            reference.zero_grad()
+            words_loss(reference, step, rank).backward()
+            gradients.append(reference.words.weight.grad)
+        reference.words.weight.grad = (sum(gradients[1:], start=gradients[0]) / grace.size()).coalesce()
         optimizer.step()
-    for got in ranks.run(words_trained, builder):
-        torch.testing.assert_close(got, model.words.weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.words.weight, reference.words.weight, rtol=1e-5, atol=1e-6)

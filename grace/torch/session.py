@@ -718,7 +718,7 @@ class Session:
         unknown = not self.buffers and next(unknown_buffers(self.parameters), None)
         if unknown and self.runner.backend.rank == 0:
             warnings.warn(
-                f"the buffers of the model ({unknown}, ...) differ by rank while ranks train alone, and are not "
+                f"the buffers of the model ({unknown}, ...) may differ by rank while ranks train alone, and are not "
                 "averaged: pass the model itself as named_parameters, and their means replace them at each round",
                 stacklevel=7,
             )

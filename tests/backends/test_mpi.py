@@ -183,3 +183,23 @@ def test_an_exchange_gives_up_after_its_timeout_and_says_what_it_was():
     assert cause == "TimeoutError"
     assert "the exchange of bucket 0 (weight .. bias; allgather, topk(ratio=0.1), residual) failed" in message
     assert "no answer from the other ranks within 2 s" in message
+
+
+@on_ranks(SIZE, engine=ENGINE)
+def test_some_ranks_train_over_a_communicator_of_their_own():
+    from mpi4py import MPI
+
+    from grace.backends.mpi import MPIBackend
+
+    rank = grace.rank()
+    comm = MPI.COMM_WORLD.Split(rank < 2)
+    if rank == 2:  # evaluates meanwhile
+        return
+    model = torch.nn.Linear(3, 1, bias=False)
+    model.weight.data.zero_()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grace.DistributedOptimizer(sgd, model.named_parameters(), backend=MPIBackend(comm))
+    model(torch.full((1, 3), float(rank + 1))).sum().backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[-1.5] * 3]
+    optimizer.close()

@@ -15,7 +15,7 @@ help:
 	@echo "make thorough  all tests in all cases"
 	@echo "make check   style, types and the fast tests"
 	@echo "make docs    the pages and the API reference as a site in out/docs, its links checked; no network once installed"
-	@echo "make coverage  all tests, and the lines and branches of grace/ that they run: out/coverage/report.txt"
+	@echo "make coverage  all tests, and the lines and branches of grace/ that they run: out/coverage/report.txt (one to three hours)"
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
 	@echo "make versions  tries TORCH='2.6.0 2.14.1' and PYTHONS='python3.10': an environment (gigabytes) and a log for each in out/versions"

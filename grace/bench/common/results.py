@@ -170,6 +170,8 @@ def versions() -> dict[str, str]:
         for name in [package, *([f"{package}-cpu"] if package == "tensorflow" else [])]:
             with contextlib.suppress(PackageNotFoundError):
                 found[package] = version(name)
+    if "torch" in sys.modules:  # names the build, such as +cu130, which a wheel's metadata leave out
+        found["torch"] = sys.modules["torch"].__version__
     return found
 
 

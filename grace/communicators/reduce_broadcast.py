@@ -62,6 +62,7 @@ class ReduceBroadcast(Communicator):
         compressor: CompressorArg = "none",
         memory: MemoryArg | None = None,
         destination: Natural = 0,
+        *,  # in the order of strategy files
         sync: bool = True,
         staleness: Natural = 0,
         local_replication: bool = False,

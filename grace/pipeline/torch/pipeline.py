@@ -301,7 +301,14 @@ class Pipeline:
             compared = pytree.tree_leaves((args, kwargs))
             args, kwargs, target = self._split_target(args, kwargs, targeted)
         # every value is checked before the ranks compare, so that a refusal leaves no message behind
-        leaves = self._captured.flat(args, kwargs)
+        try:
+            leaves = self._captured.flat(args, kwargs)
+        except ConfigError as error:
+            if targeted or self.loss_fn is None:
+                raise
+            # models of from_pretrained(), for one, come in evaluation mode
+            hint = "The pipeline is evaluating, without a target: to train, call engine.train() first"
+            raise ConfigError(f"{error}. {hint}") from None
         rows = count_rows(leaves, self._is_whole)
         replica, replicas = (0, 1) if self.inputs == "replica" else (self.replica, self.replicas)
         split = functools.partial(micro_batches, rows, self.plan.microbatches, replica, replicas)
@@ -472,7 +479,12 @@ class Pipeline:
         return self.tensors.parameter(name)
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it."""
+        """Return a copy of a parameter's gradient, zeros if there is none. Every rank must call it.
+
+        It is the mean over all rows once the gradients are exchanged: by :meth:`exchange`, :meth:`clip_grad_norm_`, or
+        the optimizer's step. Before, it is that of replica 0's rows, and of a parameter that stages share that of the
+        first of them.
+        """
         self._check_planned()
         return self.tensors.gradient(name)
 

@@ -297,6 +297,8 @@ def test_a_smaller_last_batch_has_stages_of_its_own():
     engine.step(args[0][:4], target[:4])
     with pytest.raises(grace.ConfigError, match="evaluating"):
         engine.eval().step(*args, target)
+    with pytest.raises(grace.ConfigError, match=r"evaluating, without a target: to train, call engine.train\(\) first"):
+        engine(*args, target)
     optimizer = sgd(model.parameters())
     for size in (ROWS, 4):
         optimizer.zero_grad()

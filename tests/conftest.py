@@ -53,7 +53,8 @@ def _room(file: str) -> str:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Those first, because they take longest; the small ones last, which fill up the worker that is done first."""
+    """Leave out cases that `make test` does not draw; begin with tests that share engines' ranks, which take
+    longest."""
     if not drawing.THOROUGH and not all("::" in arg for arg in config.args):  # of what is named all cases are run
         left = set(drawing.left_out(items))
         config.hook.pytest_deselected(items=left)
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """As ``--dist loadfile``, but by room."""
+    """Return a scheduler that works as ``--dist loadfile`` does, but by room."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadRoomScheduling(LoadFileScheduling):

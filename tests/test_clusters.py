@@ -21,7 +21,7 @@ IMAGE = "registry.example.com/grace:latest"
 
 @pytest.fixture(scope="module")
 def options() -> set[str]:
-    """Those of the program that all files start."""
+    """Return the options of the program that all files start."""
     program = (ROOT / "examples" / "torch" / "digits.py").read_text()
     return set(re.findall(r'add_argument\("(--[a-z-]+)"', program))
 
@@ -122,7 +122,7 @@ def read(name: str) -> dict:
 
 
 def check_pod(resources: dict, image: str, env: list[dict]) -> None:
-    """What every container says."""
+    """Check the fields that every container has."""
     assert image == IMAGE
     assert resources.keys() == {"requests", "limits"}
     for amounts in resources.values():

@@ -5,7 +5,9 @@ import re
 
 from tests.test_floors import FILES, ROOT
 
-SCRIPTS = sorted([*ROOT.glob("tools/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
+SCRIPTS = sorted(
+    file for folder in ("benchmarks", "examples", "tests", "tools") for file in ROOT.glob(f"{folder}/**/*.py")
+)
 
 RIDDLE = re.compile(
     r"(What|Whether|Those|The same|As|Of|It|Its|That|Which|Who|Where|How|All of|Likewise|See|One of|Nothing|By|In|"

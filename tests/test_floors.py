@@ -76,13 +76,13 @@ def parsed(file: Path) -> ast.Module:
 
 @functools.cache
 def imports() -> list[tuple[str, int, str]]:
-    """Who imports what, and where."""
+    """Return all imports of Grace's modules: the importer, the line, and the module."""
     found = [(here, line, other) for here, file in MODULES.items() for line, other in imported(parsed(file))]
     return [one for one in found if one[2].split(".")[0] == "grace"]
 
 
 def room(module: str, depth: int) -> str:
-    """Its part of that number, or nothing."""
+    """Return a module's part of that number, or nothing."""
     return [*module.split("."), "", ""][depth]
 
 

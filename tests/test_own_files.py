@@ -56,7 +56,7 @@ def test_every_file_is_short_and_has_an_entry_point(package):
 
 
 def importable(folder):
-    """What is in a folder can be found now, by this process."""
+    """Let this process find the modules in a folder."""
     sys.path.insert(0, str(folder))
     registry._discover.cache_clear()
 

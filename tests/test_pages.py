@@ -34,7 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def imports(page: Path, module: str) -> bool:
-    """Whether its program does."""
+    """Return True if a page's program imports a module."""
     return any(f"import {module}" in block for block in blocks(page, "python"))
 
 
@@ -55,7 +55,7 @@ NAMED = {"ids": lambda page: page.stem}
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """What the page tells to save: blocks that begin with a file's name."""
+    """Write the files that a page tells to save: blocks that begin with a file's name."""
     for language in ("python", "yaml"):
         for block in blocks(page, language):
             if name := re.match(r"# (\w+\.(?:py|yaml))\n", block):
@@ -139,7 +139,7 @@ def before_and_after(diff: str) -> tuple[str, str]:
 
 
 def weights_after(page: Path, folder: Path, program: str, last: bool) -> list[list[float]]:
-    """What a rank has trained with a program."""
+    """Run a program, and return the weights that a rank has trained."""
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.is_initialized():  # a program would begin with what the pool has done
             patch.setattr(torch.distributed, "init_process_group", lambda backend: None)
@@ -276,7 +276,7 @@ def test_make_targets_in_pages_are_there():
 
 
 def anchor(title: str) -> str:
-    """What a heading is called in links, on code hosts and in the site."""
+    """Return the name that a heading has in links, on code hosts and in the site."""
     return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
 
 

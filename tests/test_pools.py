@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def forgets_handlers():
-    """As Lightning's Trainer does, which puts back what Python knows of."""
+    """Put back the handlers that Python knows of, as Lightning's Trainer does."""
     signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
 
 

@@ -26,7 +26,7 @@ EXCHANGE = r"the exchange of bucket \d+ \(\S+( \.\. \S+)?; allgather, topk\(rati
 
 
 def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[int, float], str]:
-    """By rank, what its error says, and the seconds it took; and all that was printed."""
+    """Return the error's message and the seconds it took, by rank, and all that was printed."""
     if engine != "gloo" and not available(engine):
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
     backend = {"gloo": "torch", "mpirun-mpi": "mpi"}.get(engine, "horovod")
@@ -69,7 +69,7 @@ def test_ranks_in_different_places_are_warned_of_and_named_after_the_timeout(eng
 
 
 def mixed():
-    """What each rank is told that does not call what the other does; afterwards they are in step again."""
+    """Return the refusals of ranks of which each calls another function; afterwards they are in step again."""
     model = torch.nn.Linear(3, 2 + grace.rank())
     ways = [lambda: grace.broadcast_parameters(model), lambda: grace.from_root(lambda: "a word")]
     said = []

@@ -23,7 +23,7 @@ SHAPES = {"first": (6,), "middle": (6,), "last": (6,)}
 
 
 def gradients(step, rank, number):
-    """Of every variable but one that only one rank leaves out: another one for each optimizer."""
+    """Return gradients of every variable but one that only one rank leaves out: another one for each optimizer."""
     left_out = {0: "last", 1: "first"}.get(number) if rank == 1 - number else None
     return {
         name: torch.full(shape, float(1 + step + 10 * rank + 100 * number + 1000 * i))
@@ -85,7 +85,7 @@ def test_two_optimizers_a_metric_and_a_layer_that_one_rank_leaves_out(engine):
 
 @on_ranks()
 def test_a_channel_serves_one_optimizer_after_the_other():
-    """Of three, one is closed and the others are dropped."""
+    """Two of three optimizers are dropped, and one is closed."""
     channels, found = grace.init().channels, []
     for step in range(3):
         model = Given(SHAPES)

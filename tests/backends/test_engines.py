@@ -63,13 +63,13 @@ if THOROUGH:  # three ranks under Horovod wait long for each other on two cores;
 
 @functools.cache
 def expected(size: int) -> dict[tuple[str, str], dict[str, tuple[bool, np.ndarray]]]:
-    """What torch.distributed gives."""
+    """Return the results of torch.distributed."""
     return launched("gloo", size).run(everything, sorted({pair for _, ranks, pair in CASES if ranks == size}))[0]
 
 
 @functools.cache
 def results_of(engine: str, size: int):
-    """What an engine gives on each rank."""
+    """Return the results of an engine on each rank."""
     return launched(engine, size).run(everything, [pair for *run, pair in CASES if run == [engine, size]])
 
 

@@ -101,7 +101,7 @@ def in_a_set(ranks, method, groups):
 
 
 def alone():
-    """What a rank learns that trains by itself."""
+    """Return hashes of the weights of a rank that trains by itself."""
     answers = []
     for seed in (grace.rank(), 10 + grace.rank()):
         model = net(seed)

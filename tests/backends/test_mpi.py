@@ -26,7 +26,7 @@ ENGINE = "mpirun-mpi"
 
 
 def terms(dtype):
-    """What ranks 0 and 1 add: every pair of special values, and every 16-bit number with some other."""
+    """Return the terms of ranks 0 and 1: every pair of special values, and every 16-bit number with some other."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     other = bits[torch.randperm(len(bits), generator=torch.Generator().manual_seed(0))]
     most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
@@ -161,7 +161,7 @@ def test_a_rank_that_waits_looks_seldom_and_sees_the_end_soon():
 
 
 def waited():
-    """What rank 0 is told that waits for the others, who do not come."""
+    """Return the error of rank 0, which waits for the others, who do not come."""
     from grace.backends.mpi import MPIBackend
 
     backend, model = MPIBackend(timeout=2), torch.nn.Linear(20, 30)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def program(*command: str, **variables: str) -> tuple[str, str]:
-    """What a Python program of its own prints."""
+    """Run a Python program of its own, and return what it prints."""
     env = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **variables}
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ print("to the end")
 
 
 def ended(then, before=""):
-    """How a program of a rank ended, and what it said."""
+    """Run a program of one rank, and return its exit code and what it prints."""
     program = BEGIN.format(then=then, before=before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS)
     return done.returncode, done.stdout.strip(), done.stderr

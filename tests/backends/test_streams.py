@@ -98,7 +98,7 @@ class Given:
 
 
 def two_buckets(dice, broken=None):
-    """What two buckets of a step come to: each is encoded, sent, and decoded at the end of the step."""
+    """Run two buckets of a step, each encoded, sent, and decoded at the end of the step; return what they come to."""
     device = Device()
     engine, side, found = Engine(device), SideStream(Given.device, device), {}
     if broken == "start":

@@ -18,7 +18,7 @@ def run(*args, code=0):
 
 
 def verdicts(found):
-    """By name, of the rows whose main figure changed."""
+    """Return the verdicts of the rows whose main figure changed, by name."""
     return {key[-1]: changes[0].verdict for key, changes in found.rows.items() if changes[0].verdict != SAME}
 
 

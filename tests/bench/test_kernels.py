@@ -36,7 +36,7 @@ counted = pytest.mark.skipif(not COUNTED, reason="this system does not count a p
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """As the command has, and so that busy machines do not wait for each other's threads."""
+    """Use one thread, as the command does; then busy machines do not wait for each other's threads, either."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -57,7 +57,7 @@ class Ticking(Scripted):
 
 
 def said(show, results):
-    """What is shown of results."""
+    """Return the text that is shown of results."""
     console = Console(width=150, record=True, file=io.StringIO())
     show(console, results)
     return console.export_text()

@@ -45,7 +45,7 @@ def test_regret_is_beside_the_best_that_could_be_taken():
 
 
 def test_noise_is_no_regret():
-    """Of two plans that are equal, one is the faster one in each round."""
+    """Two plans are equal, and another one of them is the faster one in each round."""
     chosen = plan("a", 50.0, 52.0, chosen=True, turns_ms=[50.0, 55.0, 50.0, 55.0])
     other = plan("b", 50.0, 50.0, turns_ms=[55.0, 50.0, 55.0, 50.0])
     assert judge([PLAIN, chosen, other])["regret"] == 0.0

@@ -46,7 +46,7 @@ BYTES = 4 * 250_250
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a model of one's own lies."""
+    """Return a folder with a model of one's own."""
     path = tmp_path_factory.mktemp("step")
     (path / "mine.py").write_text(WIDE)
     return path

@@ -346,7 +346,7 @@ def test_a_method_without_runs_has_no_result():
 
 
 def made(quality, method="none"):
-    """What a rank tells of a run."""
+    """Return the event that a rank sends after a run."""
     curve = [[1, 8, 0.1, quality], [2, 16, 0.2, quality]]
     return {key: 10 * quality for key in train_command.MEANS} | {
         "quality": quality, "method": method, "optimizer": "sgd", "lr": 0.1, "curve": curve

@@ -21,7 +21,7 @@ COMPRESSORS = [name for kind, name in COMPONENTS if kind == "compressor"]
 
 
 def said(*args):
-    """What the command prints at 80 columns, in this process."""
+    """Run a command in this process, and return what it prints at 80 columns."""
     code, out, err = grace_command(*args)
     assert (code, err) == (0, "")
     return out
@@ -29,7 +29,7 @@ def said(*args):
 
 @functools.cache
 def described(name):
-    """What `grace describe` prints."""
+    """Return the output of `grace describe`."""
     return said("describe", name)
 
 

@@ -24,7 +24,7 @@ RARE = pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: another
 
 
 def event(name, kind, start, stop, track=2, **args):
-    """One of the times are milliseconds."""
+    """Return an event of a trace. Times are in milliseconds."""
     return {
         "ph": "X",
         "name": name,
@@ -204,7 +204,7 @@ def need(engine):
 
 
 def payload_of(out):
-    """What the program said of its traffic; launchers write their own words between."""
+    """Return the traffic that the program printed; launchers write their own words between."""
     line = next(line for line in out.splitlines() if "PAYLOAD" in line)
     return json.loads(line[line.index("{") : line.rindex("}") + 1])
 

@@ -28,7 +28,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
 
 
 def compiled_while(watched, environment, monkeypatch):
-    """What is said when two loops are compiled."""
+    """Compile two loops, and return what is printed meanwhile."""
     from numba import njit
 
     from grace.kernels.numba.compiling import announce

@@ -91,7 +91,7 @@ def test_sent_and_received_steps_give_what_steps_do():
 
 @on_ranks()
 def test_what_cannot_be_exchanged_is_refused_on_all_ranks():
-    """In between, and at the end, steps go on."""
+    """Steps go on between refusals, and at the end."""
     grc, x, rank = communicator("topk(ratio=0.5)"), torch.tensor([4.0, 1.0]), grace.rank()
     own = grace.ConfigError if rank else grace.RankError
     told = "" if rank else "rank 1 refused to start: "

@@ -60,7 +60,7 @@ class ByBackend(Communicator):
 
 
 def means(choose, steps=3):
-    """What an optimizer's steps, and steps by hand, make of the same gradients; and what is remembered."""
+    """Return the means by an optimizer's steps, which steps by hand give too, and a hash of the memories."""
     model = Given(SHAPES)
     optimizer = distributed(model, communicator=choose(), optimizer=lambda p: torch.optim.SGD(p, 0.0))
     grc, found = choose(), []
@@ -174,7 +174,7 @@ def test_payloads_and_communicators_of_grace_are_taken_as_they_are():
 
 @on_ranks()
 def test_bools_travel_over_every_engine(engine):
-    """Of Grace's own all-gather, and of a collective of the engine's for each tensor."""
+    """Grace's own all-gather carries them, and so does one collective of the engine for each tensor."""
     given = [torch.randn(30, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(grace.size())]
     wanted = sum((each >= 0).float() * 2 - 1 for each in given) / grace.size()
     for kind in (grace.torch.Allgather, ByBackend):

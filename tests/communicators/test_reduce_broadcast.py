@@ -135,7 +135,7 @@ def rows_by(compressor, kind):
     ],
 )
 def test_rows_lose_nothing(ranks, compressor, kind):
-    """What came, and what is kept on the way there (its mean) and back, is the mean of all gradients so far.
+    """The sums, and the residuals on the way there (their mean) and back, are the mean of all gradients so far.
 
     Ranks have different numbers of rows, whose positions are coded in different ways.
     """
@@ -211,7 +211,7 @@ def test_an_overflow_among_rows(part):
 @pytest.mark.parametrize("compressor", ["none", "topk(ratio=1.0)"])
 @on_ranks(2, 3)
 def test_missing_gradients_count_as_zero_unless_all_are_missing(compressor):
-    """In the second step rank 0, and in the third all ranks, have none for 'a'."""
+    """Rank 0 has no gradient of 'a' in the second step, and no rank has one in the third."""
     shapes, size = {"a": (8, 6), "b": (5,)}, grace.size()
     model = Tables(shapes)
     own = [reduced(size - 1, compressor, "none"), reduced(0, compressor, "none")]
@@ -232,7 +232,7 @@ def test_missing_gradients_count_as_zero_unless_all_are_missing(compressor):
 
 @on_ranks(2, 3)
 def test_a_variable_without_gradients_keeps_what_is_remembered_of_it():
-    """In the third step no rank has a gradient for 'a'."""
+    """No rank has a gradient of 'a' in the third step."""
     shapes = {"a": (8, 6), "b": (5, 5)}
     model = Tables(shapes)
     part = reduced(1, "topk(ratio=0.2)")

@@ -46,7 +46,7 @@ def count(n: int) -> int:
 
 
 def owner_of(p: int, ranks: int) -> int:
-    """Who owns a position of a large variable, in Python's numbers."""
+    """Return the owner of a position of a large variable, computed in Python's integers."""
     product = p // ranks * 2654435769 % 2**32
     turn = ((product - 2**32 if product >= 2**31 else product) >> 16) % ranks
     return (p % ranks + turn) % ranks

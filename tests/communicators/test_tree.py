@@ -163,7 +163,7 @@ def planned_model():
 
 
 def command(*words) -> str:
-    """What a ``grace`` command prints."""
+    """Run a ``grace`` command, and return what it prints."""
     pytest.importorskip("typer", reason="typer is not installed")
     from typer.testing import CliRunner
 

@@ -36,7 +36,7 @@ FAR = mock.patch.object(Kernels, "on_device", return_value=True)
 
 
 def plain(spec, x):
-    """What is decoded where payloads have the sizes that they need."""
+    """Return the decoded tensor where payloads have the sizes that they need."""
     near = "topk(ratio=0.05)" if spec.startswith("dgc") else spec  # which is estimated there
     return make(near).decompress(*make(near).compress(x, "w"))
 
@@ -99,7 +99,7 @@ def test_values_that_are_compressed_again_are_those_that_are_sent(spec):
 
 
 def place(spec, device):
-    """What a rank whose gradients are there tells the others before the first step."""
+    """Return the place of gradients that a rank tells the others before the first step."""
     variables = [Variable("w", (100,), device=device)]
     runner = StepRunner(variables, WholeTensorPlan(spec, None, None).shards(variables), LocalBackend(), Context())
     return dict(runner.facts()).get("the place of gradients")

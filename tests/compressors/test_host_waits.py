@@ -33,12 +33,12 @@ BY_TORCH |= {"topk(ratio=0.1) | qsgd(levels=7)", "threshold(value=0.001)", "dgc(
 
 
 def read_back(error: Exception) -> bool:
-    """Whether this was raised for a number that nobody has."""
+    """Return True if an error was raised because a number was read that nobody has."""
     return any(what in str(error) for what in ("nonzero", "item()", "Tensor.item", "meta tensor", "_local_scalar"))
 
 
 def waits(spec: str, phase: str) -> bool:
-    """Whether encoding, or decoding what two ranks sent, reads something back."""
+    """Return True if encoding, or decoding the payloads of two ranks, reads something back."""
     from grace.kernels.triton.launching import recorded
 
     compressor, x = make(spec), torch.empty(1 << 15, 8, device="meta")
@@ -60,7 +60,7 @@ def waits(spec: str, phase: str) -> bool:
 
 @pytest.fixture(params=["torch", "triton"])
 def kernels(request, monkeypatch):
-    """Those that a tensor on the meta device gets, in place of a GPU's."""
+    """Give tensors on the meta device these kernels, in place of a GPU's."""
     from grace.kernels.triton.primitives import KERNELS
 
     monkeypatch.setattr(fused, "_PLAIN", KERNELS if request.param == "triton" else TorchKernels())
@@ -77,7 +77,7 @@ SHAPES = {"matrix": (512, 64), "vector": (1 << 12,), "empty": (0, 3), "scalar": 
 
 
 def exchange_waits(spec: str, communicator: str) -> bool:
-    """Whether three steps of one bucket read something before they end."""
+    """Return True if three steps of one bucket read something before they end."""
     from grace.kernels.triton.launching import recorded
 
     chosen = build_communicator(spec, None, communicator)

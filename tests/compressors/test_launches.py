@@ -111,7 +111,8 @@ def test_a_bucket_takes_few_launches_however_many_variables_it_has():
 
 
 def scattered(spec: str, ranks: int, variables: int, apart: bool = False) -> list[tuple[int, int, int]]:
-    """Of each part of ScatterReduce's third step: launches that encode, those that decode, and torch's operations."""
+    """Count, for each part of ScatterReduce's third step, launches that encode, launches that decode, and torch's
+    operations."""
     from grace.kernels.triton.launching import recorded
 
     compressor = Positions(ratio=0.01) if spec == "topk" else spec

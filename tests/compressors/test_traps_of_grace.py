@@ -119,7 +119,7 @@ def test_sign_methods_mean_the_same_in_every_framework(spec, wanted, convert):
 
 @frameworks
 def test_powersgd_compresses_convolution_kernels(convert):
-    """As (output channels) x (the rest): 1x1 kernels too, and a kernel of rank 1 in that sense comes back whole."""
+    """Kernels are matrices of (output channels) x (the rest), 1x1 kernels too; one of rank 1 comes back whole."""
     powersgd = Allreduce("powersgd")
     (shard,) = uniform([Variable("w", (64, 32, 1, 1))], powersgd)
     assert shard.communicator is powersgd

@@ -37,7 +37,7 @@ def test_a_timeout_that_is_no_positive_number_is_refused(timeout, monkeypatch):
 
 
 def waits():
-    """What each rank waits, as chosen by default, in the environment, and by an argument; the smallest wins."""
+    """Return each rank's timeout by default, from the environment, and from an argument; the smallest wins."""
     from grace.backends.torch_distributed import TorchBackend
 
     found = []
@@ -124,7 +124,7 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch):
 
 
 def trained(pipe):
-    """What a rank does with all others, and alone between; rank 0 asks where others are."""
+    """Exchange with all ranks, then apart, then with all; rank 0 asks in between where the others are."""
     backend, absent = grace.init("torch"), None
     backend.allgather_object("a question")
     if backend.rank == 0:
@@ -137,7 +137,7 @@ def trained(pipe):
 
 
 def trained_in_a_thread(pipe):
-    """As Ray Train's workers do."""
+    """Train in a thread, as Ray Train's workers do."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(trained, pipe).result()
 

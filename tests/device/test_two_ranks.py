@@ -96,7 +96,7 @@ def rank_main(rank, device, folder):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank found, by the case."""
+    """Return each rank's results, by case."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not interpreted and not torch.cuda.is_available():
         pytest.skip("no GPU: torch.cuda.is_available() is False")

@@ -130,7 +130,8 @@ def brain_half(x, at):
 
 
 def inceptionn(x, at):
-    """Nothing up to 0.001; else multiples of 2^-9 in 8 bits or 2^-15 in 16 bits where those reach; else exact."""
+    """Return 0 for values up to 0.001, multiples of 2^-9 in 8 bits or of 2^-15 in 16 bits where those reach, else the
+    exact value."""
     size, code8, code16 = np.abs(x), np.rint(x * 2.0**9), np.rint(x * 2.0**15)
     fits8, fits16 = (size <= 1) & (np.abs(code8) <= 127), (size <= 1) & (np.abs(code16) <= 32767)
     return np.select([size <= 0.001, fits8, fits16], [0 * x, code8 / 2.0**9, code16 / 2.0**15], x)

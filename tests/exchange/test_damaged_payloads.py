@@ -69,7 +69,7 @@ def damaging(backend, damage, at: int = 0):
 
 
 def state_of(communicator) -> list[tuple[str, str, bytes]]:
-    """What its parts remember."""
+    """Return the state of a communicator's parts."""
     kept = []
     for kind, part in sorted(communicator.components.items()):
         for name, value in sorted(part.state.items()):
@@ -79,8 +79,8 @@ def state_of(communicator) -> list[tuple[str, str, bytes]]:
 
 
 def failed(cases) -> list[tuple[str, bool, bool]]:
-    """Of each case what a rank says of a step that was damaged, whether its state is kept, and whether the next step is
-    as if that one had not been."""
+    """Return for each case the error of a damaged step, whether the state is kept, and whether the next step is as if
+    that one had not been."""
     found, rank = [], grace.rank()
     for make, damage, at in cases:
         error, kept, means = "nothing was noticed", False, []

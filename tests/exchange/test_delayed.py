@@ -95,7 +95,7 @@ def test_without_staleness_the_bits_are_those_of_plain_all_reduce():  # of two: 
 
 
 def steps_of(folder, rank: int) -> int:
-    """How many steps a rank has ended."""
+    """Return the number of steps that a rank has ended."""
     return len(list(Path(folder).glob(f"{rank}-*")))
 
 
@@ -103,8 +103,7 @@ def steps_of(folder, rank: int) -> int:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @on_ranks(2, 3)
 def test_a_rank_runs_as_far_ahead_as_it_may_and_no_further(staleness, late, tmp_path):
-    """What the others have ended when the rank that is late begins a step: as many steps as they may, it waits until
-    they have; and what they have a little later."""
+    """When the late rank begins a step, the others have ended as many steps as they may, and no more a little later."""
     model, steps = Quadratic(), 8
     optimizer = made(ReduceBroadcast(staleness=staleness, destination=1), model)
     others, leads = set(range(grace.size())) - {late}, []
@@ -164,7 +163,7 @@ def _strategy(model, staleness, cut):
 @pytest.mark.parametrize("staleness", [0, 1])
 @on_ranks(2, 3)
 def test_means_on_their_way_are_applied_under_another_staleness(staleness, cut):
-    """What six steps of constant gradients add up to if the last two are made with less staleness."""
+    """Six steps of constant gradients add up to the same if the last two are made with less staleness."""
     before = Quadratic()
     before.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2) * step)
     optimizer = made(None, before, strategy=_strategy(before, 3, cut=False))
@@ -455,7 +454,7 @@ def test_means_are_encoded_at_the_learning_rate_of_their_step():
 @pytest.mark.parametrize(("compressor", "first"), [(Whole, 3), (TopK, 2)], ids=["own", "topk"])
 @on_ranks()
 def test_steps_share_as_many_programs_as_are_under_way_and_compare_unknown_sizes_once(compressor, first, staleness):
-    """As many collectives as each step has started."""
+    """Each step starts as many collectives as are expected."""
     model, programs = Quadratic(), set()
     optimizer = made(ReduceBroadcast(compressor(), staleness=staleness), model, group_bytes=1000)
     (bucket,) = optimizer._grace.runner.buckets

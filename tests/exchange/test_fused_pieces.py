@@ -160,7 +160,7 @@ def spoil(codec, collective):
 
 
 def refused(collective):
-    """What a rank says of a damaged payload, and what it makes of the step after it."""
+    """Return the error of a damaged payload, and the result of the step after it."""
     one, other, used = *(Shards(Positions(), None, apart, [BIG]) for apart in (False, True)), []
     for _ in range(2):
         same = {"v0": one.drawn(BIG)}

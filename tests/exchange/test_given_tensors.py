@@ -29,7 +29,7 @@ METHODS = (("none", "allgather"), ("topk", "allgather"), ("powersgd", "allreduce
 
 
 def refused() -> list[str]:
-    """What is not as it must be; one rank alone gives what is bad, and none waits for it."""
+    """Return what was wrong with refusals; one rank alone gives a bad tensor, and none waits for it."""
     wrong, backend = [], grace.init()
     for method, communicator in (*METHODS, ("fp16", "scatter_reduce")):
         made = known("communicator")[communicator](method)

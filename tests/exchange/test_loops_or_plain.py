@@ -27,12 +27,12 @@ def trained(spec, memory):
 
 
 def plain_operations(monkeypatch):
-    """From here on, kernels of CPU tensors are those of a process with GRACE_FUSED=0."""
+    """Compute CPU tensors by plain operations, as a process with GRACE_FUSED=0 does."""
     monkeypatch.setattr(fused, "_USE_FUSED", False)
 
 
 def memories_for(spec):
-    """Those with and without a residual, and another in turn; `make thorough` takes all."""
+    """Return the memories none and residual, and another in turn; `make thorough` takes all."""
     others = [memory for memory in MEMORIES if memory not in ("none", "residual")]
     return MEMORIES if THOROUGH else ["none", "residual", others[SETTINGS.index(spec) % len(others)]]
 

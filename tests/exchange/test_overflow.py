@@ -97,7 +97,7 @@ def test_a_grad_scaler_skips_overflows_on_every_rank_and_recovers(size, compress
 @pytest.mark.parametrize("compressor", ["topk(ratio=0.1)", "randomk(ratio=0.1)", "efsignsgd"])
 @on_ranks()
 def test_residuals_follow_the_loss_scale_exactly(compressor):
-    """The same gradients with the loss scale going 4, 4, 16, 1, and without: aggregates unscaled, and residuals."""
+    """Loss scales of 4, 4, 16 and 1 give the same unscaled means and residuals as no scale."""
     plain, scaled = Given(SHAPES), Given(SHAPES)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))  # a scaler knows its scale from its first use on

@@ -123,7 +123,7 @@ def cases(own: bool) -> list[Case]:
 
 
 def case(name: str, method: str, communicator: dict[str, Any], sparse: bool) -> list[Case]:
-    """One of them; nothing if its parts do not go together."""
+    """Return one case, or none if its parts do not go together."""
     variables = [Variable(f"{name}.{i}", shape, sparse=sparse) for i, shape in enumerate(SHAPES)]
     words = f"{communicator}, {method}{', rows' * sparse}"
     with contextlib.suppress(grace.ConfigError), warnings.catch_warnings():
@@ -144,7 +144,7 @@ class Counted(NamedTuple):
 
 
 def rows_here(hierarchical: bool) -> int:
-    """How many rows this rank has; ranks of nodes have as many as each other, so that their sums have as many."""
+    """Return the number of rows of this rank; ranks of nodes have equal numbers, so that their sums have, too."""
     return 4 if hierarchical else 4 + grace.rank()
 
 
@@ -227,7 +227,7 @@ def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical
 
 
 def differences(hierarchical: bool, own: bool = False) -> tuple[int, list[str]]:
-    """How many buckets were exchanged, and what is wrong."""
+    """Return the number of buckets that were exchanged, and the differences that were found."""
     os.environ["GRACE_NODE"] = "ab"[grace.rank() >= 2]
     torch.manual_seed(grace.rank())
     backend, words = grace.init(), {}

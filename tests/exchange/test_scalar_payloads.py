@@ -49,7 +49,7 @@ def test_a_scalar_arrives_as_a_scalar():
 
 @on_ranks()
 def test_a_scalar_that_goes_with_rows_arrives_as_one():
-    """Of a sparse gradient, whose codes travel as bytes."""
+    """The gradient is sparse, and its codes travel as bytes."""
     table, communicator = torch.nn.Embedding(5, 2, sparse=True), Allgather(Scaled("", True), "none")
     plain = torch.optim.SGD(table.parameters(), lr=1.0)
     optimizer = grace.DistributedOptimizer(plain, table, communicator=communicator)

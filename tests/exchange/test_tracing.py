@@ -25,7 +25,7 @@ SHAPES = {"matrix": (20, 30), "tiny": (1,)}
 
 @contextlib.contextmanager
 def recorded(folder, steps=50, skip=0):
-    """What runs in this context is recorded in a folder, if one is given."""
+    """Record in a folder, if one is given, what runs in this context."""
     if folder is None:
         yield
         return

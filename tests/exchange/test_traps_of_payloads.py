@@ -22,7 +22,7 @@ def sparse(rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["Allgather", "Broadcast"])
 @on_ranks(2, 3)
 def test_padding_of_unequal_payloads_is_neither_left_uninitialized_nor_decoded(kind):
-    """It is zero, and nobody reads the rubbish that is put there."""
+    """Padding is zero, and nobody reads the rubbish that is put there."""
     spoilt = []
     used = 20 * grace.rank() * (4 + 2) + 1 + 5  # float32 values, 16-bit indices, a status, a step stamp
     usual = getattr(grace.torch, kind)

@@ -109,7 +109,7 @@ class GrowingApart(Growing):
 
 
 def refused(kind: str, compressor: type, far: bool) -> tuple[str, bytes, bytes]:
-    """What a rank says of a step in which rank 1's payload grows, and the next mean, as it is and without that step."""
+    """Return the error of a step in which rank 1's payload grows, and the next mean, with that step and without it."""
     means, said = [], ""
     with as_far(plain=True) if far else contextlib.nullcontext():
         for grows in (True, False):

@@ -184,7 +184,7 @@ def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, numbe
 
 
 def test_ranks_go_on_when_nobody_reads_what_they_print(monkeypatch):
-    """As in ``grace launch ... | head``: a reader that has left does not make ranks wait for it."""
+    """A reader that has left, as in ``grace launch ... | head``, does not make ranks wait for it."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", closefd=True) as nobody:

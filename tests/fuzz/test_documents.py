@@ -79,7 +79,7 @@ WORDS = st.sampled_from(
 
 
 def said_by(function, *args):
-    """What a function gives, and what it says if it refuses."""
+    """Return the result of a function, and its message if it refuses."""
     try:
         return function(*args), None
     except GraceError as error:

@@ -24,7 +24,7 @@ PLANNING = planning.Planning
 
 
 def choosing(sleeps, graph):
-    """What was chosen, and the weights, which were the same on all ranks all the time; a graph is traced once."""
+    """Return the chosen plan and the weights, which are the same on all ranks all the time; a graph is traced once."""
     time_by_hand()
     planning.Planning = Planning  # which the driver is made with
     variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]

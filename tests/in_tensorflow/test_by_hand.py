@@ -37,7 +37,7 @@ def test_graphs_give_what_eager_steps_do(spec):
 
 @on_horovod
 def test_communicators_are_taken_wherever_graces_scripts_put_them():
-    """What a step leaves of weights of 0, by each way to give a communicator."""
+    """A step from weights of 0 is the same by each way to give a communicator."""
     for way in ({"communicator": True}, {"grace": True}, {}):
         for tape in (False, True):
             given = [] if way else [Allgather("topk(ratio=0.25)", "residual", grace.size())]

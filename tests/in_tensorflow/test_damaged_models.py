@@ -68,7 +68,7 @@ def test_kill_9_while_a_model_is_saved_leaves_the_last_good_file(tmp_path):
 
 
 def caught(call, *args, **options):
-    """What it raised, in words."""
+    """Return the error that a call raises, in words."""
     try:
         call(*args, **options)
     except Exception as error:
@@ -77,7 +77,8 @@ def caught(call, *args, **options):
 
 
 def damaged(folder):
-    """What ranks say of files that are damaged on one of them or of another save, and of folders that are not there."""
+    """Load files that are damaged on one rank or of another save, and from folders that are missing; return the
+    errors."""
     rank, said = grace.rank(), {}
     model = model_of()
     fit(model, rank)
@@ -189,7 +190,7 @@ def test_what_is_damaged_is_refused_and_changes_nothing_or_loads_what_it_says(ru
 
 @pytest.mark.parametrize("spec", ["efsignsgd", "none"])
 def test_a_checkpoint_of_other_shapes_changes_nothing_of_graces(run, tmp_path, spec):
-    """Which tf.train.Checkpoint fills before it looks at shapes."""
+    """A tf.train.Checkpoint fills values before it looks at shapes."""
     model, other = model_of(spec), model_of(spec, 7)
     for one in (model, other, other):
         fit(one)

@@ -16,7 +16,7 @@ SHAPES = {"matrix": (30, 40), "vector": (700,), "scalar": (), "empty": (0, 3), "
 
 
 def steps(session, variables, count=3):
-    """What some steps bring in a graph: ``idle`` has a gradient nowhere, ``tiny`` on rank 0 only."""
+    """Exchange some steps in a graph: ``idle`` has a gradient nowhere, ``tiny`` on rank 0 only."""
     brought = []
 
     @tf.function(autograph=False)

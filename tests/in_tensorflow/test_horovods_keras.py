@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def tried(folder):
-    """What each part of it comes to: an error's words, or whether both ranks have the same weights."""
+    """Return the result of each part: an error's words, or whether both ranks have the same weights."""
     import horovod.keras as hvd
 
     x = np.full((16, 4), 1.0 + grace.rank(), "f")

@@ -44,7 +44,7 @@ def values(variables):
 
 @on_mpi
 def test_every_optimizer_is_that_of_one_process_though_ranks_start_differently():
-    """What each makes of a model here, whose start values differ, is what one process makes of rank 0's."""
+    """Models whose start values differ become what one process makes of rank 0's."""
     found = {}
 
     def drawn(variables, step, ranks):  # gradients that do not depend on the model

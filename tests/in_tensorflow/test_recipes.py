@@ -47,7 +47,8 @@ def test_shards_of_uneven_data_train_as_one_process_does_with_both():
 
 @on_mpi
 def test_rank_0_saves_for_all_checkpoints_of_each_rank_go_on_and_weights_alone_say_what_they_lack(tmp_path):
-    """By rank 0 alone in every epoch, by Keras's ModelCheckpoint on each, and what its weights alone leave out."""
+    """Rank 0 alone saves in every epoch, and Keras's ModelCheckpoint on each rank; its weights alone lack the
+    memories."""
     here = tmp_path / str(grace.rank())
     here.mkdir()
 

@@ -65,7 +65,7 @@ def first_half(folder):
 
 
 def second_half(folder):
-    """What was saved, loaded in a new process and trained for two epochs."""
+    """Load saved models in a new process, train them for two epochs, and return hashes."""
     keras.Sequential([keras.layers.Dense(1)])  # so that Keras numbers models otherwise
     resumed = {}
     for spec, way in CASES:
@@ -90,7 +90,7 @@ def halves(mpi, horovod, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(halves):
-    """What was saved."""
+    """Return the folder of saved models."""
     return halves[2]
 
 
@@ -115,7 +115,7 @@ def forgetful(folder):
 
 @on_mpi
 def test_plain_keras_loads_the_same_file_with_the_optimizers_momenta(folder):
-    """In a program that makes nothing distributed."""
+    """This program makes nothing distributed."""
     model = keras.saving.load_model(f"{path_of(folder, 'powersgd(rank=2)', 'one file for all')}.keras")
     assert type(model.optimizer).__name__ == "SGD"
     assert not hasattr(model.optimizer, "_grace")

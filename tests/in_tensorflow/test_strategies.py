@@ -326,7 +326,7 @@ def fitted(strategy, folder):
 
 
 def loaded(folder, strategy):
-    """The same file under another strategy."""
+    """Load the file under another strategy, and return its memories."""
     os.environ["GRACE_NODE"] = "a"
     model = grace.tensorflow.load_model(f"{folder}/model.keras", strategy=strategy)
     model.optimizer.apply_gradients(  # the state is cut when the variables are known, before anything is exchanged

@@ -82,7 +82,7 @@ def test_one_rank_restores_a_model_and_the_others_take_it(tmp_path):
 @pytest.mark.parametrize("callback", [False, True])
 @on_horovod
 def test_a_model_that_its_first_batch_builds_starts_equal(callback):
-    """In a graph, from start values that differ. Without the callback variables that do not train stay apart."""
+    """Start values differ, and a graph runs. Without the callback variables that do not train stay apart."""
     generator = np.random.default_rng(grace.rank())
     x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")
     keras.utils.set_random_seed(grace.rank())

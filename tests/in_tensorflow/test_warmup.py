@@ -31,7 +31,7 @@ def callback(**options):
 )
 @on_ranks(framework="tensorflow")
 def test_the_rate_rises_by_the_formula_batch_by_batch_and_stays(kind, engine):
-    """What the optimizer and a memory have seen in each batch, and what was logged and printed."""
+    """The optimizer and a memory see it in each batch, and it is logged and printed."""
     optimizer = keras.optimizers.SGD(0.01, momentum=0.0 if kind == "efsignsgd" else 0.9)
     if kind == "loss scale":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -129,7 +129,7 @@ def test_numbers_that_cannot_be_are_refused(options):
 
 @on_mpi
 def test_training_that_was_stopped_in_the_middle_of_the_warmup_goes_on_as_if_it_had_not_been(tmp_path):
-    """By Keras's own backup, and by a model that was saved."""
+    """Keras's own backup does it, and so does a model that was saved."""
     found, make = [], lambda: compiled(sgd("topk(ratio=0.1)", lr=0.1, momentum=0.9), run_eagerly=True)
     backup = lambda: keras.callbacks.BackupAndRestore(f"{tmp_path}/{grace.rank()}", delete_checkpoint=False)  # noqa: E731
     for callbacks in ([], [backup(), StopBefore(1)], [backup()]):

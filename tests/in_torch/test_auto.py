@@ -64,7 +64,7 @@ def on_the_mean(count, size):
 
 
 def choosing(sleeps=SLEEPS, **options):
-    """What was chosen, what was tried, and the weights, which were the same on all ranks all the time."""
+    """Return the choice, the methods tried, and the weights, which are the same on all ranks all the time."""
     model, optimizer = made(**options)
     seen = []
     for step in range(UNTIL_CHOSEN + 3):
@@ -95,7 +95,7 @@ def test_nothing_is_lost_by_trying():
 
 @on_ranks()
 def test_another_plan_is_made_where_steps_take_something_else():
-    """Nothing is lost in between."""
+    """Gradients are not lost in between."""
     model, optimizer = made(replan=4)
     count = UNTIL_CHOSEN
     steps(model, optimizer, range(count))
@@ -124,7 +124,7 @@ def resumed(stop, count, folder=None):
         folder = folder / str(engine.rank)
 
     def all_of(model, optimizer):
-        """What a program saves; memories are apart from here on."""
+        """Return the states that a program saves; memories are apart from here on."""
         memories = parts.setdefault(id(optimizer), grace.torch.Memories(optimizer))
         torchs = get_optimizer_state_dict(model, optimizer, options=FLAT)
         return {"model": model.state_dict(), "optimizer": torchs, "memories": memories}
@@ -199,7 +199,7 @@ def saved_run():
 
 
 def going_on(saved):
-    """What is chosen, and the weights, where no compression is the fastest now."""
+    """Resume where no compression is the fastest now; return the choice and the weights."""
     model, optimizer = made()
     model.load_state_dict(saved["model"])
     with warnings.catch_warnings():

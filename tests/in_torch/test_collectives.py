@@ -129,7 +129,7 @@ class Unpicklable:
 
 
 def apart():
-    """By case, what ranks are told that do not call the same; afterwards they are in step again."""
+    """Return the refusals, by case, of ranks that do not call the same; afterwards they are in step again."""
     last, told = grace.rank() == grace.size() - 1, {}
     one, two, model = torch.ones(1), torch.ones(2), torch.nn.Linear(1, 1)
     for case, mine in {

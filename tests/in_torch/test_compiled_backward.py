@@ -18,8 +18,8 @@ WAYS = {"plain": PLAIN, "accumulated, zeros kept, one frozen": (2, False, True)}
 
 
 def trained(backend, method=TOPK, passes=1, set_to_none=True, frozen=False, compiled_autograd=True):
-    """What three steps come to, forward and backward in one function that is compiled: the weights, what was captured
-    of backward, what broke graphs, and how many exchanges had begun when backward was over, step by step."""
+    """Train for three steps, forward and backward in one compiled function. Return the weights, the graphs captured of
+    backward, the breaks of graphs, and the number of exchanges that had begun when backward was over, step by step."""
     from torch._dynamo.utils import counters
 
     with settings(compiled_autograd=compiled_autograd):
@@ -76,7 +76,7 @@ def test_exchanges_start_in_every_backward_that_is_compiled_or_not_and_of_all_me
 
 
 def trained_by_ddp(backend=None, hooked=True, python=False, passes=1):
-    """The same under DDP, whose reducer is C++ or Python; by compiled autograd if it is Python."""
+    """Train so under DDP, whose reducer is C++ or Python; by compiled autograd if it is Python."""
     from torch._dynamo.utils import counters
 
     mode = {"optimize_ddp": "python_reducer"} if python else {}

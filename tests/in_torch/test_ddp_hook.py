@@ -200,7 +200,7 @@ def test_gradients_keep_their_dtype_under_the_hook(dtype):
 
 
 def one_late(folder):
-    """What the error says where a rank never begins its backward, until the other has said so."""
+    """Return the error of a rank whose partner begins its backward only after the error."""
     model, done = ddp(net()), Path(folder, "done")
     state = grace.torch.register_ddp_hook(model, "topk(ratio=0.1)")
     if grace.rank() == 1:

@@ -63,7 +63,7 @@ def out_of_order(compressor, communicator, shuffled, dtype):
 )
 @on_ranks(2, engine="horovodrun-gloo")
 def test_ranks_may_get_ready_in_any_order(compressor, communicator, dtype):
-    """In an order that depends on rank and step, and not at the same time."""
+    """The order depends on rank and step, and ranks are not ready at the same time."""
     _, in_order = out_of_order(compressor, communicator, False, dtype)
     ready, ends = out_of_order(compressor, communicator, True, dtype)
     first, second = grace.allgather_object(ready)

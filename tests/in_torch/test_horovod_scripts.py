@@ -196,7 +196,7 @@ def with_buffers():
 
 @on_ranks(2, engine="horovodrun-gloo")
 def test_an_elastic_run_of_outer_rounds_goes_back_to_a_commit_within_a_period_bit_for_bit():
-    """It fails in the next period. The model's handler, before or after the optimizer's, gives all ranks rank 0's
+    """The run fails in the next period. The model's handler, before or after the optimizer's, gives all ranks rank 0's
     parameters."""
     import horovod.torch as hvd
 

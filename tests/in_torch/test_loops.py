@@ -431,7 +431,7 @@ def test_gradients_that_come_again_or_are_changed_are_refused_with_what_to_write
 @pytest.mark.parametrize("scaler", [False, True])
 @on_ranks(2)
 def test_a_gradient_that_waits_for_a_layer_left_out_is_not_to_be_changed_either(scaler):
-    """Its bucket starts in step(): each rank would clip its own gradient, by its own norm."""
+    """The bucket starts in step(): each rank would clip its own gradient, by its own norm."""
     used, unused = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
     model = torch.nn.ModuleList([used, unused])  # of one bucket
     grad_scaler = torch.amp.GradScaler("cpu") if scaler else None
@@ -457,7 +457,7 @@ def test_a_gradient_that_waits_for_a_layer_left_out_is_not_to_be_changed_either(
 
 @on_ranks(2)
 def test_a_gradient_whose_elements_share_memory_gets_its_mean():
-    """As ``torch.autograd.grad`` returns it for a sum."""
+    """``torch.autograd.grad`` returns such a gradient of a sum."""
     p = torch.nn.Parameter(torch.zeros(4))
     optimizer = grace.DistributedOptimizer(sgd([p], lr=1.0), [("p", p)], "topk(ratio=1.0)")
     (p.grad,) = torch.autograd.grad((1.0 + grace.rank()) * p.sum(), p)

@@ -30,7 +30,8 @@ def embedding(compressor, memory=None, rows=6, width=64, **options):
 
 
 def exchanged(model, optimizer, factor=1.0):
-    """What a step makes of the gradient that is ``factor`` x (0, 1, ..., width - 1) / width in row 2."""
+    """Make a step with the gradient ``factor`` x (0, 1, ..., width - 1) / width in row 2, and return that row's
+    mean."""
     width = model.weight.shape[1]
     optimizer.zero_grad()
     (model(torch.tensor([2])) * torch.arange(width) / width * factor).sum().backward()

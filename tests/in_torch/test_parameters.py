@@ -171,7 +171,7 @@ class Tied(torch.nn.Module):
 @pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)"])
 @on_ranks()
 def test_shared_weights_are_exchanged_once(compressor):
-    """Whether all their names are given or one."""
+    """All names of a shared weight are given, or one."""
     ends = []
     for all_names in (False, True):
         model = net(make=Tied)

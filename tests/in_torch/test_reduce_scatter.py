@@ -147,7 +147,7 @@ def of_size(shards, memory):
 
 
 def left_out(net, state):
-    """By parameter, what all ranks of the run have left out of its gradients, as a mean of ranks has it."""
+    """Return what all ranks of the run have left out of the gradients, as a mean of ranks has it, by parameter."""
     found = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
     for layout in state.layouts:
         for to in range(state.backend.size):
@@ -291,7 +291,7 @@ def test_bytes_between_nodes_are_those_of_one_payload():
 @pytest.mark.parametrize("nodes", ["aabb", "abab"])
 @on_ranks(4)
 def test_sums_inside_nodes_may_be_compressed_too(nodes):
-    """Of each node one rank sends 8 bits, within half a step of its largest gradient; the rest is exact."""
+    """One rank of each node sends 8 bits, within half a step of its largest gradient; the rest is exact."""
     mesh = mesh_of(1, 4)["shard"]
     plain, net = built(mesh), built(mesh)
     plain.set_reduce_scatter_unused_params(True)

@@ -36,7 +36,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(*program, checkpoint, period):
-    """What the run printed, and its last checkpoint."""
+    """Run a program, and return what it printed, and its last checkpoint."""
     line = command("torchrun", 2, "--max-restarts", "1", *map(str, program), "--epochs", "2")
     line += ["--checkpoint", str(checkpoint), "--period", str(period)]
     done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=HANGS)

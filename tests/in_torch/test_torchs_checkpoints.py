@@ -153,7 +153,7 @@ def close(run):
 @pytest.mark.parametrize(("make", "size"), [(sharded, 4), (by_optimizer, 2), (by_ddp, 2)])
 @on_ranks()
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, make, size, mode):
-    """It saves in the middle, and another one begins with that."""
+    """A run saves in the middle, and another one begins with that."""
     folder = tmp_path / "checkpoint"
     run = make().train(3)
     if mode == "async":
@@ -183,7 +183,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, make, size, mode):
 
 @on_ranks(4)
 def test_torchs_state_dict_functions_go_with_them(tmp_path):
-    """By get_state_dict and set_state_dict, in one dict."""
+    """One dict has the states of get_state_dict, too."""
     folder = tmp_path / "checkpoint"
 
     def everything(run):
@@ -210,7 +210,7 @@ def replicas_of(ranks):
 
 
 def kept(run):
-    """What this rank remembers."""
+    """Return the memories of this rank."""
     owner = getattr(run.memories.get("grace"), "owner", run.memories.get("grace_replicas"))
     runner = owner.runner if hasattr(owner, "runner") else owner._grace.runner
     return {name: value.clone() for name, value in runner.state()["memory"].items()}

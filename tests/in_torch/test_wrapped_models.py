@@ -28,7 +28,7 @@ def given_wrapped(model: Net) -> None:
 
 
 def wrapped_later(model: Net) -> None:
-    """As trainers do, which are given the optimizer and wrap the model when they start."""
+    """Wrap the optimizer first, and then the model, as trainers do when they start."""
     optimizer = distributed(model.named_parameters(), model)
     train(ddp(model, gradient_as_bucket_view=True), optimizer, range(1))
 

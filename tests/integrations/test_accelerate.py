@@ -214,7 +214,7 @@ class Checkpointed(torch.nn.Module):
 
 @on_ranks(2)
 def test_the_backward_pass_of_a_reentrant_checkpoint_does_not_end_the_step():
-    """It runs within the model's, at whose end the ranks of a node have the mean, once."""
+    """Such a pass runs within the model's, at whose end the ranks of a node have the mean, once."""
     outer = {"optimizer": "none", "period": 2, "over": "nodes"}
     strategy = {"version": 1, "rules": [{"match": {}, "sync": {"type": "allreduce"}, "outer": outer}]}
 
@@ -237,7 +237,7 @@ def test_the_backward_pass_of_a_reentrant_checkpoint_does_not_end_the_step():
 
 @on_ranks()
 def test_the_loss_is_within_noise_of_the_uncompressed_one():
-    """Of two seeds each, uncompressed and compressed."""
+    """Two seeds each train, uncompressed and compressed."""
     with torchrun():
         found: list[list[float]] = []
         x, y = digits()
@@ -274,7 +274,7 @@ def test_a_scaler_is_followed():
 
 @on_ranks(2)
 def test_what_cannot_work_is_refused_in_accelerates_words(tmp_path):
-    """What follows the refusals must still work."""
+    """Training that follows the refusals must still work."""
 
     def wrapping() -> None:
         by, model = accelerator(), net()

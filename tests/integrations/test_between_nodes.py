@@ -25,7 +25,7 @@ TOPK = {"strategy": "uniform(compressor=topk(ratio=0.1))", "hierarchical": True}
 
 @contextlib.contextmanager
 def two_nodes():
-    """What torchrun would have told this rank, which is one of two on its node, or alone."""
+    """Set the environment that torchrun would give this rank, which is one of two on its node, or alone."""
     gc.unfreeze()  # ranks freeze what they have before each function, and frozen objects are not listed
     for backend in gc.get_objects():
         if issubclass(type(backend), Backend):  # a channel may be one that an earlier test has sent through

@@ -49,7 +49,8 @@ def net(seed: int = 0, optimizer: Any = None) -> Any:
 
 
 def loaders() -> list[Any]:
-    """Of 4 steps an epoch, in one order: Lightning resumes at an epoch's first batch, and with another order."""
+    """Return loaders of 4 steps an epoch, in one order: Lightning resumes at an epoch's first batch, with another
+    order."""
     x, y = digits()
     sets = torch.utils.data.TensorDataset(x[:256], y[:256]), torch.utils.data.TensorDataset(x[1600:], y[1600:])
     own = [torch.utils.data.DistributedSampler(part, grace.size(), grace.rank(), shuffle=False) for part in sets]
@@ -177,7 +178,7 @@ def on_gpus() -> Any:
 
 @on_ranks(2)
 def test_what_cannot_work_is_refused_in_lightnings_words(tmp_path):
-    """What follows the refusals must still work."""
+    """Training that follows the refusals must still work."""
 
     def wrapping() -> None:
         model = net(optimizer=lambda made, module: grace.DistributedOptimizer(made, module, TOPK))

@@ -100,8 +100,8 @@ COMPRESSOR = "topk(ratio=0.1)"
 
 
 def struck(folder, config):
-    """In a worker: the example's loop, of which rank 1 is killed after two epochs; when all have gone on from the
-    checkpoint to the end, it fails."""
+    """Run the example's loop in a worker. Rank 1 is killed after two epochs, and fails when all have gone on from the
+    checkpoint to the end."""
     import ray.train
     import ray.train.torch
 
@@ -134,8 +134,8 @@ def struck(folder, config):
 
 
 def uninterrupted(compressor):
-    """What the example's loop reports at last where nothing fails, and its last checkpoint; what it asks of Ray stands
-    here."""
+    """Run the example's loop where nothing fails, with a stand-in for Ray; return its last report and its last
+    checkpoint."""
     ray = MagicMock()
     ray.train.get_checkpoint.return_value = None
     ray.train.torch.prepare_model = torch.nn.parallel.DistributedDataParallel
@@ -149,7 +149,7 @@ def uninterrupted(compressor):
 
 
 def same(one, other):
-    """Whether two states have the same bits, but for the number of the save, and what is computed of that."""
+    """Return True if two states have the same bits, but for the number of the save, and what is computed of that."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

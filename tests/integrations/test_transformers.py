@@ -141,7 +141,7 @@ def test_ranks_that_train_alone_go_the_way_of_the_loop_by_hand(tmp_path):
 
 @on_ranks(2)
 def test_training_goes_on_from_the_best_parameters(tmp_path):
-    """Those of the first evaluation, since the loss is said to rise; the last round leaves them alone."""
+    """The first evaluation's are the best, since the loss is said to rise; the last round leaves them alone."""
     with torchrun():
         model = gpt()
         best = {"load_best_model_at_end": True, "save_steps": 2, "save_total_limit": 1}

@@ -160,8 +160,8 @@ def test_sums_in_float64_are_rounded_once(it, method, drawn):
 @examples(10)
 @given(x=VECTORS, levels=LEVELS, steps=st.sampled_from([*GAUSSIAN_STEPS]), size=BUCKETS, stream=STREAMS)
 def test_codes_are_equal_where_scales_are(it, norm, x, levels, steps, size, stream):
-    """Where scales differ in the last bit, a code may differ by one only if the scaled value lies within rounding of a
-    whole number."""
+    """A code may differ by one if scales differ in the last bit and the scaled value lies within rounding of a whole
+    number."""
     levels, stream = (levels, stream) if norm == "l2" else (steps, None)
     codes, scales = it.run("quantize", x, levels, size, norm, stream)
     wanted_codes, wanted_scales = REFERENCE.quantize(x, levels, size, norm, stream)

@@ -17,7 +17,7 @@ FLOAT32_MAX_BITS = 0x7F7FFFFF
 
 
 def lengths(bucket: int) -> list[int]:
-    """Of no bucket, one and two; of one element more, and of the next but for one."""
+    """Return lengths of no bucket, one and two; of one element more, and of the next but for one."""
     return sorted({k * bucket + more for k in (0, 1, 2) for more in (0, 1, bucket - 1)})
 
 
@@ -93,7 +93,7 @@ def test_random_indices_equal_the_reference_at_the_ends_of_what_is_drawn_at_a_ti
 @pytest.mark.parametrize("it", ALL)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (40,)], ids=str)
 def test_a_bucket_takes_no_more_room_than_the_tensor_has(it, shape):
-    """One of 2^40 elements would need terabytes."""
+    """A bucket of 2^40 elements would need terabytes."""
     x = np.asarray(data("gaussian", shape))
     for norm in ("l2", "max"):
         one, whole = (QSGD(levels=7, norm=norm, bucket_size=size) for size in (max(1, x.size), 1 << 40))

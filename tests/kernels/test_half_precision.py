@@ -19,7 +19,7 @@ PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 
 
 def wide(patterns, dtype):
-    """What patterns are, by definition."""
+    """Return the values of bit patterns, by definition."""
     if dtype == "float16":
         return patterns.view(np.float16).astype(np.float32)
     return (patterns.astype(np.uint32) << 16).view(np.float32)

@@ -11,7 +11,7 @@ SHAPES = [(), (0,), (7,), (3, 5), (2, 600)]
 
 
 def there_and_back(x, shape, count):
-    """What each helper gives for a tensor."""
+    """Return the results of each helper for a tensor."""
     codes, scales = quantize(x, 3, Stream(5, 2), bucket_size=64, norm="max")
     packed = pack(codes, 3)
     unpacked = unpack(packed, 3, int(np.prod(shape)))

@@ -32,7 +32,7 @@ def with_a_large_end():
 
 
 def largest(x, k):
-    """What the reference finds by sorting, which takes seconds: of equal ones the first."""
+    """Return the reference's result, by a partition, since its sorting takes seconds: of equal elements the first."""
     least = np.partition(x, -k)[-k]
     above = np.flatnonzero(x > least)
     return np.sort(np.append(above, np.flatnonzero(x == least)[: k - above.size])).astype(np.int32)
@@ -49,7 +49,7 @@ WANTED = {
 
 @functools.cache
 def wanted(what):
-    """What the reference gives, once for all implementations: it takes seconds."""
+    """Return the reference's result, once for all implementations: it takes seconds."""
     return WANTED[what]()
 
 

@@ -245,7 +245,7 @@ def test_matmul_and_matmul_add_are_the_matrix_products(it, rows, columns, inner)
 
 @crossed(ALL, ("rows", "columns", "inner"), [1, 2, 6, 33], [1, 3, 4, 7, 8, 9], [1, 5, 1025])
 def test_products_of_any_sizes_and_of_batches(it, rows, columns, inner):
-    """Those of batches have the bits of those of single matrices, in loops and in BLAS."""
+    """Products of batches have the bits of products of single matrices, in loops and in BLAS."""
     a, b = data("gaussian", (3, rows, inner), 1), data("gaussian", (3, inner, columns), 2)
     exact, scale = a.astype(np.float64) @ b, np.abs(a).astype(np.float64) @ np.abs(b) * inner
     close(it.run("matmul", a, b), exact, scale)

@@ -11,7 +11,7 @@ SIZES = [(1 << 14) - 1, 1 << 14, 20_011]
 
 
 def sampled(n: int) -> np.ndarray:
-    """Which elements the fast path looks at, for a stride of 8."""
+    """Return the elements that the fast path looks at, for a stride of 8, as a mask."""
     j, found = np.arange(n // 8), np.zeros(n, bool)
     found[j * 8 + j * 7 % 8] = True
     return found

@@ -66,7 +66,7 @@ def test_bitmaps_of_many_programs(it, monkeypatch):
 
 
 def test_a_step_that_lies_in_memory_makes_the_same_numbers(it):
-    """As a CUDA graph reads it, which is the same launch at every step."""
+    """A CUDA graph reads it there, because it makes the same launch at every step."""
     for step in (0, 7, 2**32 - 1):
         there, here = Stream(2**64 - 3, torch.tensor([step], device=it.device or "cpu"), 5), Stream(2**64 - 3, step, 5)
         x, like = data("gaussian", 1025, 1), np.zeros(1, np.float32)
@@ -99,7 +99,7 @@ TIED = {
 
 
 def sampled(n):
-    """Which elements the search for the largest makes its guess from."""
+    """Return the elements from which the search for the largest makes its guess, as a mask."""
     stride, place = n // 4096, np.arange(4096)
     return np.isin(np.arange(n), place * stride + place * 7919 % stride if stride else place)
 

@@ -60,7 +60,7 @@ if THOROUGH or not INTERPRETED:
 
 
 def by_triton(monkeypatch):
-    """From here on, what a GPU's tensors meet, the CPU's do in the interpreter."""
+    """Compute the CPU's tensors in the interpreter from here on, by the kernels of GPUs."""
     if INTERPRETED:
         monkeypatch.setattr(fused, "_FUSED", FOUND[0].kernels)
 
@@ -266,7 +266,7 @@ def test_residuals_of_signs_are_finished_before_anybody_else_reads_them(reader, 
 
 @pytest.mark.parametrize(("settled", "reads"), [(1, ()), (2, (4,)), (3, (3, 5))])
 def test_residuals_of_signs_are_the_cpus_where_steps_are_settled_on_the_device(settled, reads, monkeypatch):
-    """As in CUDA graphs, which subtract whether somebody has read residuals in between or not."""
+    """CUDA graphs do so, and subtract whether somebody has read residuals in between or not."""
     there, here = (Trained("onebit", None, SHAPES, apart=False) for _ in range(2))
     session = SimpleNamespace(runner=there.runner, context=there.runner.context)
     rng, everyone = np.random.default_rng(1), [True] * len(SHAPES)

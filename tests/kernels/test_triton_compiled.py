@@ -53,7 +53,7 @@ def named(table, kernel, method, target, otherwise):
 
 
 def faults(one, method=""):
-    """What is wrong with what was compiled."""
+    """Return the faults of a compiled kernel."""
     found = []
     if one.registers > REGISTERS:
         found.append(f"{one.registers} registers, more than {REGISTERS}")

@@ -47,7 +47,7 @@ class Ranks:
         self.next_q = [[torch.zeros_like(q) for q in self.q] for _ in range(2)]
 
     def exchange(self, gradients, residuals, first=False, step=7):
-        """Of each rank means, residuals, the Q that is kept, and flags of the gradients and of both sums."""
+        """Return each rank's means, residuals, kept Q, and flags of the gradients and of both sums."""
         where = lambda tensors: np.array([t.data_ptr() for t in tensors], np.uint64)  # noqa: E731
         streams = np.array([Stream(9 + i, step).words for i in range(len(self.shapes))], np.uint32)
         factors, total, flags = np.full((len(self.shapes), 2), [0.5, 2], np.float32), [], []

@@ -66,7 +66,7 @@ class Rank:
         return going
 
     def finish(self, number):
-        """What was decoded, what is remembered, and the ends of what was sent."""
+        """Return what was decoded, what is remembered, and the ends of what was sent."""
         with self.around() as log:
             self.exchange.wait()
             outcomes = self.exchange.finish([None if number % 2 else torch.ones(shape) for shape in SHAPES])

@@ -180,7 +180,7 @@ def test_a_file_as_autodist_has_it(tmp_path, monkeypatch):
 
 
 def run_prepared(resources, engine, but):
-    """What a program prints that is started here as the engine's launcher starts it on each node."""
+    """Start a program as the engine's launcher starts it on each node, and return what it prints."""
     (launcher,) = command(
         Resources.from_document(resources), engine, ["sh", "-c", "echo $HELD $MADE $GRACE_SHARED_ENVS"]
     )

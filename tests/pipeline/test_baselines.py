@@ -48,7 +48,7 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
 
 @pytest.mark.parametrize("gbit", [1, 10])
 def test_plans_are_never_slower_than_cuts_by_hand(gbit):
-    """Where stages have few nodes; the table's test has another model's."""
+    """Stages have few nodes here; the table's test has another model's."""
     graph = read(PROFILES / "vgg16.json")
     options = SearchOptions(memory=16e9, memory_margin=0.0)
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)

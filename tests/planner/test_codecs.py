@@ -110,7 +110,7 @@ class Seen(Slow):
 
 
 def test_a_part_of_a_large_model_has_whole_tensors():
-    """Of a low-rank method, whose products have both sides, a few rows of each matrix would tell little."""
+    """A low-rank method needs them: its products have both sides, and a few rows of each matrix would tell little."""
     given = {f"w{i}": np.ones((512, 128), np.float32) for i in range(40)}
     Seen.shapes.clear()
     measure(Allgather(Seen()), given, ranks=2, limit_seconds=1e-9)
@@ -216,7 +216,7 @@ def test_what_cannot_be_measured_is_refused(choice, given, said):
     }.items(),
 )
 def test_only_what_is_done_with_every_ranks_payload_grows_with_the_ranks(choice, grows):
-    """What else seemed to, by noise, would be hundreds of times as much for a thousand ranks."""
+    """Noise elsewhere would be hundreds of times as much for a thousand ranks."""
     large = {"w": np.ones((512, 512), np.float32), "b": np.ones(64, np.float32)}
     codec = measured(choice, large, ranks=8, limit_seconds=0.2).codec
     found = {part for part in ("start", "middle", "finish") if getattr(codec, part).peer > 0}
@@ -227,7 +227,7 @@ def test_only_what_is_done_with_every_ranks_payload_grows_with_the_ranks(choice,
 
 @pytest.mark.usefixtures("clock")
 def test_times_are_those_of_the_device_and_not_of_its_launches(monkeypatch):
-    """What a device was given goes on after the host has launched it: the time passes where the host waits."""
+    """A device goes on after the host has launched its work: the time passes where the host waits."""
     monkeypatch.setattr(Kernels, "wait_for", lambda self, x: time.sleep(1e-3))
     found = measure(Allgather("qsgd"), gradients(), 2, 0, QUICK).codec
     assert found.start.call + found.start.variable + found.start.element == pytest.approx(1e-3, rel=0.1)

@@ -90,7 +90,7 @@ def costs_for(shards, bits=None, **more):
 
 
 def bits_of(runner, payload):
-    """What was sent per element of what the data decide, over what the method shrinks."""
+    """Return the bits sent per element of variables whose sizes follow from the data."""
     varying = [s for s in runner.shards.values() if s.communicator.compressor.traits.varies]
     n = sum(s.variable.numel for s in varying)
     dense = sum(s.variable.nbytes for s in runner.shards.values() if s not in varying)
@@ -265,7 +265,7 @@ def test_codecs_cost_what_they_cost_for_the_bucket():
 
 @pytest.mark.parametrize(("method", "kind"), pairs())
 def test_from_2_to_1024_ranks(method, kind):
-    """What is gathered grows with the ranks, what is summed does not."""
+    """Gathered bytes grow with the ranks, summed ones do not."""
     variables = [Variable(f"w{i}", (30000, 40000)) for i in range(4)]
     shards = uniform(variables, quiet(method, kind))
     bits = 4.0 if make("compressor", method).traits.varies else None

@@ -42,8 +42,8 @@ def test_ranks_for_a_core_are_counted_node_by_node(three_ranks):
 
 
 def planned(node):
-    """How many methods this rank has measured, and what fp16 is taken for: alone it takes 1 ms on rank 0, 2 on rank
-    1."""
+    """Return the number of methods that this rank has measured, and the measured time of fp16: alone it takes 1 ms on
+    rank 0, 2 on rank 1."""
     backend, mine, seen = grace.init(), cores(), []
     names = [node.format(rank) for rank in range(backend.size)]
 

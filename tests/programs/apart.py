@@ -45,7 +45,7 @@ def main(folder: str, how: str, timeout: str = "", warn: str = "") -> None:
 
 
 def other_way(how, model, optimizer):
-    """What rank 1 does while the others exchange."""
+    """Do something else on rank 1 while the others exchange."""
     if how == "sleep":
         time.sleep(60)
     if how == "broadcast":

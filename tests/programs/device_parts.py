@@ -40,7 +40,7 @@ def hangs(log):
 
 
 def never_starts(log):
-    """It fails before any item."""
+    """Fail before any item."""
     raise ImportError("nothing of that name")
 
 

@@ -152,7 +152,7 @@ def test_a_methods_parameters_may_change_and_no_residual_is_lost():
 
 
 def keeping(saved):
-    """What is kept of checkpoints after changes of everything."""
+    """Return the parts of checkpoints that are kept after changes of everything."""
     changes = {
         "method": made("onebit", seed=3),
         "memory": made("topk(ratio=0.1)", "residual(beta=0.5)"),

@@ -62,7 +62,7 @@ class Run:
         self.optimizer.load_state_dict({**self.own, "grace": entry}, memory=memory)
 
     def bits(self):
-        """Of everything that loading changes."""
+        """Return the bits of everything that loading changes."""
         runner = self.optimizer._grace.runner
         counters = runner.context.step, runner.context.loss_scale, runner.run_id, self.optimizer.param_groups
         pending = [dict(step) for step in runner.pending()]

@@ -20,7 +20,7 @@ KEYS = ["bytes_sent", "bytes_dense", "ratio", "residual_norm", "seconds_encode",
 
 
 def norm_of(state, key=None):
-    """Of all tensors of the memories, by NumPy."""
+    """Return the norm of all tensors of the memories, by NumPy."""
     values = [value if key is None else value[key] for value in state.get("memory", {}).values()]
     return math.sqrt(sum(float((value.numpy().astype("float64") ** 2).sum()) for value in values))
 

@@ -90,7 +90,7 @@ def test_averaging_is_an_outer_step_of_rate_1():
 
 @on_ranks(2)
 def test_parameters_that_a_program_sets_after_a_round_are_in_the_last_one():
-    """As averages of weights at the end of a training."""
+    """Averages of weights are set so at the end of a training."""
     model = Given(SHAPES)
     optimizer = distributed(model, outer="none", period=2)
     run_given(optimizer, model, range(4))
@@ -117,7 +117,7 @@ def test_a_last_round_right_behind_a_round_changes_nothing(dtype):
 
 
 def test_ranks_that_meet_anew_compare_the_payloads_of_drifts_again(local):
-    """As under elastic Horovod, where some ranks are new: all must begin with the same collective."""
+    """Some ranks are new under elastic Horovod: all must begin with the same collective."""
     model = Given(SHAPES)
     optimizer = distributed(model, Doubling(), outer="none", period=1)
     run_given(optimizer, model, range(1))
@@ -652,7 +652,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks(2)
 def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):
-    """It has the states of all ranks' own optimizers, which are Adam's."""
+    """The file has the states of all ranks' own optimizers, which are Adam's."""
     run = Run(RESUMED["plain"])
     run.train(range(6))
     states = run.optimizer.full_state_dict(packed), run.schedule.state_dict()

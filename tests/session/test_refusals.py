@@ -68,7 +68,7 @@ def hook_of(**choices):
 
 
 def cases(build, of_both, of_optimizers):
-    """Those of an optimizer, or those of them that can be given to DDP's hook."""
+    """Return the cases of an optimizer, or those of them that can be given to DDP's hook."""
     hooks = {name: case for name, case in of_both.items() if "shapes" not in case[0]}
     return {**of_both, **of_optimizers} if build is optimizer_of else hooks
 

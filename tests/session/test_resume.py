@@ -38,7 +38,7 @@ def other_processes():
 
 
 def begin(optimizer, kind, folder):
-    """By method, train to the end, saving halfway; a hash of the final weights."""
+    """Train each method to the end, saving halfway; return hashes of the final weights."""
     ends = {}
     for method in METHODS:
         run = Run(method, optimizer, kind)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 
 def saves():
-    """Of steps 2 and 4, of step 4 again after going back, and of a plain optimizer."""
+    """Return the states of steps 2 and 4, of step 4 again after going back, and of a plain optimizer."""
     model, optimizer = made()
     train_given(model, optimizer, range(2))
     early = copied(optimizer.state_dict())
@@ -45,7 +45,7 @@ def other_groups(saved):
 
 
 def former(saved):
-    """As another version of the format."""
+    """Return a state in another version of the format."""
     return {**saved, "grace": {**saved["grace"], "version": 1}}
 
 

@@ -15,7 +15,7 @@ SHAPES = {"matrix": (20, 30), "vector": (700,), "tiny": (1,)}
 
 
 def reduced(compressor, memory, communicator, **options):
-    """What two steps bring, and what is remembered after them."""
+    """Return the means of two steps, and the memories after them."""
     model = Given(SHAPES)
     optimizer = distributed(
         model,

@@ -23,7 +23,7 @@ CHANGED = {
 
 
 def refusal(**options):
-    """What a distributed optimizer is refused with."""
+    """Return the message with which a distributed optimizer is refused."""
     try:
         distributed(net(), None if "strategy" in options else "topk", **options)
     except grace.RankError as raised:

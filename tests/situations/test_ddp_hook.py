@@ -19,7 +19,7 @@ TWO = {"a": (100,), "b": (100,)}
 
 
 def in_turns(between, stale, bucket_view):
-    """How many elements of a's one gradient do not arrive, or twice, where steps that use b alone follow it."""
+    """Count the elements of a's one gradient that do not arrive, or twice, where steps that use b alone follow it."""
     both = [torch.arange(1.0, 101.0), torch.arange(1.0, 101.0).flip(0)]
     own, wanted = both[grace.rank()], sum(both) / 2
     model = Given(TWO)
@@ -136,7 +136,8 @@ def test_a_residual_of_a_channels_last_model_is_that_of_a_contiguous_one():
 
 
 def uneven(batches, early, alone=False):
-    """What a rank with so many batches says under DDP's join(): under the hook, or where ranks train alone."""
+    """Return the error of a rank with so many batches under DDP's join(): under the hook, or where ranks train
+    alone."""
     model = torch.nn.Linear(6, 4)
     wrapped, optimizer = ddp(model), sgd(model.parameters())
     if alone:

@@ -32,7 +32,7 @@ def horovods():
 
 
 def trained(program):
-    """What a rank has trained, and the accuracy that all ranks averaged."""
+    """Return a hash of the weights that a rank has trained, and the accuracy that all ranks averaged."""
     names = {}
     exec(compile(program, str(PAGE), "exec"), names)
     return digest(weights(names["model"])), names["accuracy"]

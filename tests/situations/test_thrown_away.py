@@ -99,7 +99,7 @@ def alternated(forward, optimizer, clear, between=lambda: None):
 
 
 def hooked(method, given, view, to_none):
-    """How far the discriminator moved under DDP's hook, and what was warned of."""
+    """Return the discriminator's way under DDP's hook, and the warnings."""
     model = linear()
     optimizer = sgd(model)
     wrapped = ddp(model, gradient_as_bucket_view=view)
@@ -274,7 +274,7 @@ def test_what_is_used_stays_in_memories(how):
 @pytest.mark.parametrize("view", [False, True])
 @on_ranks()
 def test_accumulated_passes_that_are_exchanged_each_lose_nothing(method, view):
-    """All of two passes arrives with them and with tiny ones behind them, which are exchanged in each step."""
+    """Two passes arrive whole with them and with tiny ones behind them, which are exchanged in each step."""
     model = Given({"w": (100,)})
     wrapped, optimizer = ddp(model, gradient_as_bucket_view=view), torch.optim.SGD(model.parameters(), lr=1.0)
     grace.torch.register_ddp_hook(wrapped, method, optimizer=optimizer)
@@ -309,7 +309,7 @@ def check_accumulated_in_shards(model, way, method, passes):
 
 @on_ranks(4)
 def test_nor_do_those_of_sharded_models_where_all_is_below_a_threshold():
-    """Nothing of the first pass is sent: the mean is zeros."""
+    """The first pass sends nothing: the mean is zeros."""
     up = torch.arange(1.0, 51.0)
     passes = [(given[None], torch.ones(2)) for given in (up, up.flip(0))]
     check_accumulated_in_shards(torch.nn.Linear(50, 2, bias=False), "replicas", "threshold(value=50.5)", passes)

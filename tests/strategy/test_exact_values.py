@@ -29,7 +29,7 @@ def given(step, rank):
 
 
 def gradient(name, value):
-    """As a dense array of the whole variable."""
+    """Return a gradient as a dense array of the whole variable."""
     if not isinstance(value, tuple):
         return value
     whole_one = np.zeros(TABLES[name.removesuffix(".weight")], np.float32)
@@ -59,7 +59,7 @@ def run(strategy, steps=2, lr=1.0):
 
 
 def for_all(part):
-    """The same part for every variable."""
+    """Return a strategy with the same part for every variable."""
     plans = [whole(name, shape, part) for name, shape in SHAPES.items()]
     plans += [whole(f"{name}.weight", shape, part, sparse=True) for name, shape in TABLES.items()]
     return strategy_of(*plans)

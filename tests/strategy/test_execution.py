@@ -39,7 +39,7 @@ def test_every_builder_trains_like_plain_all_reduce(builder):
 
 @on_ranks()
 def test_a_builders_staleness_holds_for_what_it_sends_to_destinations():
-    """What two steps change, each by itself."""
+    """Each of two steps changes the variables that are expected."""
     model = mixed()
     optimizer = executed(model, "parallax(staleness=1, compressor=topk(ratio=0.9))")
     strategy, late = optimizer.strategy, {"words.weight"}

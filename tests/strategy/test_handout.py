@@ -35,7 +35,7 @@ def saved(path, size, builder="partitioned_ps(min_shard_bytes=0)", model=None):
 
 
 def each(given, models=None):
-    """What comes of each rank's own strategy: the kind of error and its message, or the weights' hash.
+    """Train with each rank's own strategy; return the kind of error and its message, or the weights' hash.
 
     Afterwards the ranks are still in step: they train with plain all-reduce.
     """
@@ -165,7 +165,7 @@ def test_a_variable_that_is_sparse_in_the_strategy_only(two_ranks):
 
 
 def test_a_step_after_the_hand_out_is_the_strategys(two_ranks, tmp_path):
-    """What is broadcast is the whole strategy: changing a destination changes who remembers the answers."""
+    """The whole strategy is broadcast: changing a destination changes who remembers the answers."""
     path = saved(tmp_path / "s.json", 2, "ps(compressor='topk(ratio=0.3)')")
     first = schema.load(path)
     plans = tuple(

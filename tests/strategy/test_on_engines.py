@@ -34,7 +34,7 @@ def everything(builder):
 
 
 def without_a_file():
-    """What comes of a strategy that rank 0 has not."""
+    """Return the error of a strategy that rank 0 has not."""
     try:
         executed(mixed(), "/nowhere/s.yaml" if grace.rank() == 0 else "parallax")
     except grace.GraceError as error:
@@ -44,7 +44,7 @@ def without_a_file():
 
 @functools.cache
 def expected(builder):
-    """What torch.distributed gives."""
+    """Return the results of torch.distributed."""
     return launched("gloo", 2).run(everything, builder)
 
 

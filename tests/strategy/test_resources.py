@@ -29,7 +29,7 @@ def cluster(tmp_path):
 
 
 def trained(argument, variable, strategy="ps_load_balancing"):
-    """Where each variable goes, and the weights; the file comes as an argument or by the launcher's variable."""
+    """Return the destinations and the weights; the resources come as an argument or by the launcher's variable."""
     model = mixed()
     os.environ["GRACE_RESOURCES"] = variable or ""
     try:

@@ -9,7 +9,7 @@ from tests.support.limits import HANGS, until
 
 
 def has_saved_a_row(out):
-    """Whether a run that writes to a folder has."""
+    """Return True if a run that writes to a folder has saved a row."""
     return (out / "results.json").exists() and bool(results.load(out).rows)
 
 

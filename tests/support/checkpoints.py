@@ -27,12 +27,12 @@ def saved_by(*choices, everyone=True, **options):
 
 
 def sealed(saved):
-    """The same with checksums of what it holds now, as if it had been saved so."""
+    """Return a state with checksums of its present values, as if it had been saved so."""
     return {**saved, "grace": state_schema.seal(saved["grace"])}
 
 
 def load(optimizer, saved, memory="strict"):
-    """What was said, and whether something changed although it was refused."""
+    """Load a state, and return its error or warnings; a refused load must change nothing."""
     before = digest(optimizer.state_dict())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -16,7 +16,8 @@ GRACE = str(Path(sys.executable).with_name("grace"))
 
 
 def grace_command(*args: str, folder: Path | None = None, columns: int = 80) -> tuple[int, str, str]:
-    """Its exit code, stdout and stderr; modules of ``folder``, where it runs, are imported anew."""
+    """Run ``grace``, and return its exit code, stdout and stderr; modules of ``folder``, where it runs, are imported
+    anew."""
     out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
     code = 0
     with contextlib.ExitStack() as stack:

@@ -31,7 +31,7 @@ def places(value: Any, at: Path = ()) -> Iterator[Path]:
 
 
 def at(value: Any, path: Path) -> Any:
-    """What is there."""
+    """Return the value at a path."""
     for key in path:
         value = value[key]
     return value
@@ -121,7 +121,7 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
 
 
 def resealed(saved: Any) -> Any:
-    """The same with checksums that are right, where it has a form that has any."""
+    """Return a state with checksums that are right, where it has a form that has any."""
     with contextlib.suppress(Exception):
         return state_schema.seal(saved)
     return saved

@@ -16,7 +16,7 @@ REFERENCE = NumpyKernels()
 
 
 def z_limit(tests: int = 1) -> float:
-    """What the magnitude of a standard normal number exceeds with probability FALSE_ALARM in any of ``tests``."""
+    """Return the magnitude that a standard normal number exceeds with probability FALSE_ALARM in any of ``tests``."""
     return NormalDist().inv_cdf(1 - FALSE_ALARM / 2 / tests)
 
 

@@ -11,11 +11,10 @@ THOROUGH = bool(os.environ.get("GRACE_THOROUGH"))
 
 
 def covering(cases: Sequence[Any]) -> list[Any]:
-    """Of cases, which are tuples of values, some that hold every value that any holds at its place.
+    """Return some of the cases, which are tuples of values, that hold every value that any holds at its place.
 
     Greedy: again and again the case that holds most values not held yet; among equals the one whose CRC is least, so
-    that the others' values are mixed. The order stays. Of a list in which each case has a value of its own all are
-    chosen.
+    that the others' values are mixed. The order stays. If each case has a value of its own, all are chosen.
 
     >>> covering([("a", 1), ("a", 2), ("b", 1), ("b", 2)])
     [('a', 1), ('b', 2)]
@@ -36,7 +35,7 @@ def drawn(cases: Sequence[Any]) -> list[Any]:
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Of slow tests and those that start ranks, the cases that are left to `make thorough`."""
+    """Return the cases of slow tests, and of tests that start ranks, which are left to `make thorough`."""
     functions: dict[str, list[Any]] = {}
     for item in items:
         drawable = hasattr(item, "callspec") and not item.get_closest_marker("every")

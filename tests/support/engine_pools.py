@@ -37,13 +37,14 @@ BIN = Path(sys.executable).parent
 
 
 def available(engine: str) -> bool:
-    """Whether its packages are installed."""
+    """Return True if an engine's packages are installed."""
     package = {"horovod": "horovod", "mpi": "mpi4py"}[ENGINES[engine][1]]
     return importlib.util.find_spec(package) is not None
 
 
 def environment() -> dict[str, str]:
-    """What launchers need here: our programs, root allowed, more ranks than cores, tied to none, one thread each."""
+    """Return the environment of launchers: our programs, root allowed, more ranks than cores, tied to none, one
+    thread."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -103,7 +104,7 @@ class Launched(Ranks):
 
     @property
     def log(self) -> Path:
-        """What the launcher and the ranks print."""
+        """The file with the output of the launcher and the ranks."""
         return Path(self.folder, "log")
 
     @staticmethod

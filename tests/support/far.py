@@ -12,9 +12,9 @@ from grace.kernels.torch.primitives import TorchKernels
 
 @contextlib.contextmanager
 def as_far(plain: bool = False) -> Iterator[list[str]]:
-    """In this context torch's tensors are said to lie on a device, flags of what is finite are tensors, and what is
-    read is written down: "list" for the numbers of one tensor, "read" for those of several at once. ``plain`` for
-    torch's own operations, which leave out positions that are not there as a device's kernels do."""
+    """Treat torch's tensors as if they were on a device, in this context: flags of finite values are tensors, and reads
+    are logged, "list" for the numbers of one tensor, "read" for those of several at once. ``plain`` is for torch's own
+    operations, which leave out positions that are not there as a device's kernels do."""
     log: list[str] = []
     kinds = (TorchKernels, FusedTorchKernels)
     kept = {(kind, name): vars(kind)[name] for kind in kinds for name in FAR if name in vars(kind)}

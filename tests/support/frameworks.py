@@ -22,7 +22,7 @@ OFFLINE = {
 
 @contextlib.contextmanager
 def torchrun() -> Iterator[None]:
-    """What torchrun would have told this rank."""
+    """Set the environment that torchrun would give this rank."""
     before, rank, size = dict(os.environ), str(grace.rank()), str(grace.size())
     os.environ.update(OFFLINE, RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="none", ACCELERATE_USE_CPU="true")
@@ -57,7 +57,8 @@ class Recorded:
             self.evaluated[len(self.gradients)] = bits(self.model)
 
     def by_hand(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **choices: Any) -> str:
-        """The same steps by hand on another model: evaluations see its anchors; the bits of its weights at the end."""
+        """Make the same steps by hand on another model, whose anchors evaluations see; return the bits of its last
+        weights."""
         run = grace.DistributedOptimizer(optimizer, model, **choices)
         assert self.evaluated
         for step, gradients in enumerate(self.gradients, 1):

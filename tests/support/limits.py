@@ -22,5 +22,5 @@ def until(told: Callable[[], Any], process: subprocess.Popen | None = None) -> A
 
 
 def gone(*pids: int | str) -> bool:
-    """Whether none of some processes is there."""
+    """Return True if none of some processes is there."""
     return not any(Path("/proc", str(pid)).exists() for pid in pids)

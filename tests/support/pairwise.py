@@ -7,7 +7,7 @@ from typing import Any
 
 
 def pairwise(*dimensions: Iterable[Any], allowed: Callable[..., bool] = lambda *case: True) -> list[tuple[Any, ...]]:
-    """Of the allowed cases of a full product, some that hold every pair of values of two dimensions that any holds.
+    """Return allowed cases of a full product that hold every pair of values of two dimensions that any case holds.
 
     Greedy: again and again the first case that holds most pairs not held yet. The order is that of the product.
 

@@ -20,5 +20,5 @@ passing = Passing()
 
 
 def time_by_hand():
-    """From now on steps of this process take what they sleep by :data:`passing`."""
+    """Let steps of this process take what they sleep by :data:`passing` from now on."""
     step_timer.time = passing

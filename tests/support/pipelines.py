@@ -280,7 +280,7 @@ def batch(name, step=0, rows=ROWS):
 
 
 def loss_fn(output, target):
-    """Of what a toy returns; a mean over rows."""
+    """Return the loss of a toy's output; a mean over rows."""
     if target is None:
         return output
     if isinstance(output, dict):
@@ -316,8 +316,8 @@ def rows(value, low, high, count):
 
 
 def alone(name, steps, microbatches, replicas=1, scale=1.0, clip=None):
-    """What one process computes: losses, the gradients of the last step, and the state. Batches have ``ROWS`` rows for
-    each replica; micro-batches and replicas are means."""
+    """Train in one process: return losses, the gradients of the last step, and the state. Batches have ``ROWS`` rows
+    for each replica; micro-batches and replicas are means."""
     model, losses = made(name), []
     optimizer, count = sgd(model.parameters()), ROWS * replicas
     for step in range(steps):
@@ -371,8 +371,8 @@ def run_steps(engine, name, numbers):
 
 
 def piped(name, steps, **settings):
-    """What :func:`alone` tells, in a pipeline, each replica with its rows: losses, and this rank's gradients and
-    tensors, and where it stands."""
+    """Train as :func:`alone` does, in a pipeline, each replica with its rows: return losses, this rank's gradients and
+    tensors, and its stage and replica."""
     engine = pipeline(name, **settings)
     losses = run_steps(engine, name, range(steps))
     gradients = {key: p.grad.clone() for key, p in engine.parameters.items() if p.grad is not None}

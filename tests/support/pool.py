@@ -49,7 +49,7 @@ class Ranks:
             self._signal(signal.SIGSTOP)
 
     def crowded(self) -> bool:
-        """Whether process groups that tests have left behind keep many threads busy, which slow all that follows."""
+        """True if process groups that tests have left behind keep many threads busy, which slow all that follows."""
         tasks = [f"/proc/{pid}/task" for pid in self.pids]
         return any(len(os.listdir(threads)) > MOST_THREADS for threads in tasks if os.path.exists(threads))
 
@@ -91,7 +91,7 @@ class Ranks:
                         pass  # an answer that nobody took
 
     def _stacks(self) -> str:
-        """Where all ranks are."""
+        """Return the stacks of all ranks."""
         file = Path(self.stacks)
         for pid in self.pids:
             before = file.stat().st_size
@@ -130,7 +130,7 @@ class Ranks:
 
 
 def save_coverage() -> str:
-    """What this rank has run, into coverage's file, before it is ended."""
+    """Write what this rank has run into coverage's file, before it is ended."""
     import coverage
 
     if (measured := coverage.Coverage.current()) is not None:

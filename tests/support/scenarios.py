@@ -73,7 +73,7 @@ class Scenario:
 
     @property
     def has_identity(self) -> bool:
-        """Whether the mean follows from what ranks had and have: one compression and residuals, or none at all."""
+        """True if the mean follows from what ranks had and have: one compression and residuals, or none at all."""
         made = make("compressor", self.compressor)
         if self.outer:
             return False  # drifts are exchanged, and not gradients
@@ -369,7 +369,7 @@ class Script:
     # -- checks ----------------------------------------------------------------------------------------
 
     def memories(self) -> dict[str, torch.Tensor]:
-        """What memories hold, by kind, variable and field; in units of the gradient."""
+        """Return the memories' tensors, by kind, variable and field; in units of the gradient."""
         found = {}
         for optimizer in self.optimizers:
             for kind, values in optimizer._grace.runner.state().items():
@@ -380,7 +380,7 @@ class Script:
         return found
 
     def _payloads_overflow(self, before, own, means) -> bool:
-        """Whether means show an overflow that none of the gradients has: scaled, they may be too much for float16."""
+        """Return True if means show an overflow that no gradient has: scaled, they may be too much for float16."""
         found = [name for name, mean in means.items() if mean is not None and not torch.isfinite(mean).all()]
         if not self.s.has_identity or not any(self.gather(bool(found))):
             return False

@@ -98,7 +98,7 @@ class StopBefore(keras.callbacks.Callback):
 
 
 def session_of(compressor: Any, communicator: Any = None, **options: Any) -> StepSession:
-    """What optimizers and tapes exchange gradients through."""
+    """Return a session as optimizers and tapes have it."""
     return StepSession(Choices(compressor, None, communicator), grace.init(), Settings(**options))
 
 

@@ -40,7 +40,7 @@ class Traffic:
 
 @contextlib.contextmanager
 def counted(apart: Callable[[], Sequence[Any]] = tuple) -> Iterator[Traffic]:
-    """What is launched in this context."""
+    """Count the traffic of kernels that are launched in this context."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     traffic = Traffic(apart)

@@ -191,7 +191,7 @@ def _feed(hashed: Any, value: Any) -> None:
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether two dicts of tensors are equal bit for bit."""
+    """Return True if two dicts of tensors are equal bit for bit."""
     return digest(first) == digest(second)
 
 
@@ -217,7 +217,7 @@ class Given(torch.nn.Module):
 
 
 def means(model: Given, optimizer: Any, numbers: Iterable[int]) -> list[dict[str, torch.Tensor]]:
-    """What comes of steps on gradients that are made up."""
+    """Return the means of steps on gradients that are made up."""
     shapes, found = {name: tuple(p.shape) for name, p in model.named_parameters()}, []
     for step in numbers:
         optimizer.zero_grad()

@@ -328,7 +328,7 @@ def test_batches_of_many_shapes_are_warned_of_and_old_stages_are_dropped():
 
 @on_ranks()
 def test_a_frozen_batch_norm_evaluates_while_the_model_trains():
-    """As in fine-tuning: ``model.last.eval()`` holds until the next ``train()``."""
+    """Fine-tuning freezes it so: ``model.last.eval()`` holds until the next ``train()``."""
     model, plain = made("Normalized"), made("Normalized")
     model.last.eval()
     engine, optimizer = pipeline("Normalized", model=model), sgd(plain.parameters())

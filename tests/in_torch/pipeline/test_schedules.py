@@ -45,5 +45,5 @@ def test_two_stages_are_one_process(schedule, way):
 @pytest.mark.every
 @pytest.mark.parametrize("way", range(2))
 def test_two_replicas_of_two_stages_are_one_process(way):
-    """Of every seventh model each: what replicas add is the exchange, which knows no models."""
+    """Each schedule has every seventh model: replicas add the exchange alone, which knows no models."""
     run(4, NAMES if THOROUGH else NAMES[way::7], 2, REPLICATED[way])

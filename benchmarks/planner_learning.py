@@ -137,24 +137,24 @@ class LoraModel(nn.Module):
 
 
 class PlainTables(Tables):
-    """The same without momentum."""
+    """:class:`Tables` without momentum."""
 
     momentum, lr = 0.0, 10.0
 
 
 class PlainConvolutions(Convolutions):
-    """The same without momentum."""
+    """:class:`Convolutions` without momentum."""
 
     momentum, lr = 0.0, 0.1
 
 
 class PlainTied(Tied):
-    """The same without momentum."""
+    """:class:`Tied` without momentum."""
 
     momentum, lr = 0.0, 1.0
 
 
 class PlainLora(Lora):
-    """The same without momentum."""
+    """:class:`Lora` without momentum."""
 
     momentum, lr = 0.0, 0.2

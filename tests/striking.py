@@ -17,7 +17,7 @@ SIZE = 3
 
 @dataclass
 class Ended:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         code: the launcher's exit code.

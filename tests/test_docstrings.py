@@ -1,7 +1,8 @@
-"""Docstrings of functions begin with a verb or a noun, and stand alone."""
+"""Docstrings begin with a verb or a noun, and stand alone."""
 
 import ast
 import re
+from itertools import pairwise
 
 from tests.test_floors import FILES, ROOT
 
@@ -16,14 +17,24 @@ RIDDLE = re.compile(
 """Openings that describe a thing without naming it."""
 
 
-def test_no_docstring_of_a_function_is_a_riddle():
+def docstrings(tree):
+    """Yield the line and the text of the docstrings of functions, classes, modules, and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+        if isinstance(node, (ast.ClassDef, ast.Module)):
+            for one, after in pairwise(node.body):
+                constant = isinstance(one, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr)
+                if constant and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                    yield after.lineno, after.value.value
+
+
+def test_no_docstring_is_a_riddle():
     riddles = []
     for file in [*FILES, *SCRIPTS]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node) or ""
-                if RIDDLE.match(text):
-                    riddles.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}")
+        for line, text in docstrings(ast.parse(file.read_text())):
+            if RIDDLE.match(text):
+                riddles.append(f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
     assert not riddles, "\n".join(riddles)
 
 

@@ -1,4 +1,4 @@
-"""What `make test` draws of large products (drawing.py)."""
+"""Cases that `make test` draws of large products (drawing.py)."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What was written before goes on working: checkpoints and strategy files of an earlier layout, and users' own parts.
+"""Checkpoints and strategy files of an earlier layout, and users' own parts, go on working.
 
 The files in tests/older were written by the commit before the rooms were rebuilt; ``*-after`` is where that commit came
 to when it went on from them for as many steps.

@@ -32,7 +32,7 @@ USED = {
     "tenth": {"compressor": "tenth(levels=7)"},
     "blocks": {"compressor": "blocks(size=8)"},
 }
-"""What an optimizer is given to use each of them."""
+"""Arguments with which an optimizer uses each of them."""
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ def weights_of(model: Any) -> list[Any]:
 
 
 WHOLE = [ROOT / "docs" / f"from-{name}.md" for name in ("autodist", "ddp-hooks", "grace", "horovod")]
-"""Those whose differences are complete programs."""
+"""Pages whose differences are complete programs."""
 DIFFERENCES = [(page, number) for page in WHOLE for number, _ in enumerate(blocks(page, "diff"))]
 
 

@@ -1,4 +1,4 @@
-"""What compilers make of the kernels, on a machine without a GPU: ``python -m tools.triton_assembly``.
+"""Compiled code of the kernels, on a machine without a GPU: ``python -m tools.triton_assembly``.
 
 Every method is called with tensors on the meta device; the launches that it would make are written down, compiled for
 a GPU that need not be there, and what came out is read: registers, spills, local and shared memory, vector loads.

@@ -21,11 +21,11 @@ SIZES = tuple(1024 * 4**i for i in range(10))
 FIRST, ENOUGH = 3, 1 << 20
 """Calls of a size before these passes, and bytes up to which a kind is measured unless that takes very long."""
 MOST_BYTES = 1 << 30
-"""That a collective may need on a rank."""
+"""Bytes that a collective may need on a rank."""
 BESIDE, MOST_CONTENTION = 0.01, 0.9
 """Seconds of a collective, if a size takes as long, beside which computing is timed; and the largest share of it."""
 REPEATS, LEAST = 12, 3
-"""Of a size, if time allows, and in any case; in so many passes over all sizes and kinds."""
+"""Measurements of a size, if time allows, and in any case; in so many passes over all sizes and kinds."""
 T = TypeVar("T")
 
 

@@ -18,7 +18,7 @@ SIZE = 3
 
 
 SIZES = pytest.mark.parametrize("size", [2, 3])
-"""Of two ranks each adds; three leave it to MPI."""
+"""Numbers of ranks: of two each adds; three leave it to MPI."""
 ENGINE = "mpirun-mpi"
 
 

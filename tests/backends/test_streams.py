@@ -86,7 +86,7 @@ class Engine:
 
 
 class Given:
-    """What a collective sends or fills."""
+    """A tensor that a collective sends or fills."""
 
     is_cuda, device = True, torch.device("cuda", 0)
 

@@ -1,4 +1,4 @@
-"""What ``grace bench`` and the programs of benchmarks/ refuse: in a line, before anything starts."""
+"""Refusals of ``grace bench`` and the programs of benchmarks/: in a line, before anything starts."""
 
 import sys
 

@@ -42,7 +42,7 @@ OTHER_SIZES = {
     "transformer": ({"vocabulary": 20, "length": 9}, {"width": 12, "heads": 3, "blocks": 1}),
     "ncf": ({"users": 30, "items": 50}, {"width": 4}),
 }
-"""What the batches take too, and what the models take alone."""
+"""Arguments of the batches and the models, and those of the models alone."""
 
 
 def load(framework: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -15,7 +15,7 @@ LEAST = {
     **dict.fromkeys(("qsgd", "natural", "signsgd", "efsignsgd", "onebit", "block"), 4),
     **{"qsgd(levels=7, norm=l2)": 11, "terngrad": 6, "dynamic8": 6},
 }
-"""By hand: the least W with 3 (1 + omega/W + omega) < W (1 + omega/W)."""
+"""The least W, by hand, with 3 (1 + omega/W + omega) < W (1 + omega/W)."""
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -108,7 +108,7 @@ def test_it_works_over_every_engine(engine):
 
 
 class Signs(Compressor):
-    """As GRACE's TensorFlow code has them: a tensor of bools."""
+    """Signs as GRACE's TensorFlow code has them: a tensor of bools."""
 
     def compress(self, tensor, name):
         return [tensor.flatten() >= 0], tensor.shape
@@ -145,7 +145,7 @@ class Objects(Communicator):
 
 
 class Later(Communicator):
-    """The same in two parts; it keeps its rank, as GRACE's ``Broadcast(compressor, memory, world_size, rank)`` does."""
+    """A communicator in two parts; it keeps its rank, as GRACE's ``Broadcast(..., world_size, rank)`` does."""
 
     def __init__(self, compressor, memory, world_size, rank):
         super().__init__(compressor, memory, world_size)

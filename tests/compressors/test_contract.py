@@ -1,4 +1,4 @@
-"""What every method holds in NumPy, torch and TensorFlow, by plain operations, by compiled loops and in graphs."""
+"""Contracts of every method in NumPy, torch and TensorFlow, by plain operations, by compiled loops and in graphs."""
 
 import contextlib
 
@@ -32,7 +32,7 @@ DECIDES_BY_VALUES = ("dgc", "adaptive")
 
 
 class Framework:
-    """How arrays become a framework's tensors, and what computes with them."""
+    """A framework: how arrays become its tensors, and by which kernels it computes."""
 
     def __init__(self, to, loops=False, graph=False):
         self.to, self.loops, self.graph = to, loops, graph
@@ -206,7 +206,7 @@ BYTES = {
     **{"sketch": 751 + 64 * 4, "topk(ratio=0.01)": 10 * (4 + 2), "topk(ratio=0.3)": 300 * 4 + 126},
     **{"randomk(ratio=0.01)": 10 * 4, "topk(ratio=0.01) | natural": 10 * (1 + 2)},
 }
-"""Of a vector of 1001 elements: codes are packed, and positions take 16 bits or are a bitmap."""
+"""Payload bytes of a vector of 1001 elements: codes are packed, and positions take 16 bits or are a bitmap."""
 
 
 @pytest.mark.parametrize("spec", BYTES)

@@ -1,4 +1,4 @@
-"""What single methods start from and add up in, and what a compressor must define."""
+"""Single methods' start values and sums, and the methods that a compressor must define."""
 
 import inspect
 

@@ -1,6 +1,6 @@
-"""Which methods make the host wait for a GPU, and in which exchanges: on the meta device, what would be read back
-raises, but for what is read of all buckets once, at the end of a step. A torch without CUDA cannot slice, index or copy
-fake tensors of a device "cuda" (FakeTensorMode), so the meta device stands for one."""
+"""Methods and exchanges that make the host wait for a GPU: on the meta device a read raises, but for the one of all
+buckets at the end of a step. A torch without CUDA cannot slice, index or copy fake tensors of a device "cuda"
+(FakeTensorMode), so the meta device stands for one."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""How many kernels a variable's encoding and decoding start on a GPU, counted on the meta device."""
+"""Numbers of kernels that a variable's encoding and decoding start on a GPU, counted on the meta device."""
 
 import math
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_a_look_for_overflows_reads_memory_once(most):
 
 
 DECODING = ("decode", "count_marks", "zero_bucket")
-"""How the names of kernels begin that decode a bucket; the others encode one."""
+"""Beginnings of the names of kernels that decode a bucket; the others encode one."""
 
 
 def test_a_bucket_takes_few_launches_however_many_variables_it_has():

@@ -24,7 +24,7 @@ STEPS = [0, 1, 3, 50, AFTER_WARMUP]
 NUMBERS = [0, 1, 2, 3, 4, 7, 8, 32, 127, 300, 4096] if THOROUGH else [0, 1, 2, 3, 7, 300, 4096]
 PARTS = [0.001, 0.05, 0.3, 0.5, 1.0, 2.5] if THOROUGH else [0.001, 0.3, 1.0]
 DRAWN = 8 if THOROUGH else 2
-"""Of each method, settings in which all parameters are drawn at random."""
+"""Number of settings of each method in which all parameters are drawn at random."""
 FAR = mock.patch.object(Kernels, "on_device", return_value=True)
 
 

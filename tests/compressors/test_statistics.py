@@ -1,4 +1,4 @@
-"""What methods promise of their errors: unbiased ones by a z test, contractions by their bounds."""
+"""Promises of methods about their errors: unbiased ones by a z test, contractions by their bounds."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What is given to ``grace.DistributedOptimizer`` instead of an optimizer is refused with what was given."""
+"""Refusals of things that are given to ``grace.DistributedOptimizer`` instead of an optimizer."""
 
 import importlib.util
 import subprocess
@@ -17,7 +17,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: an optimizer by its class alone."""
+    """A wrapper as Accelerate's: an optimizer by its class alone."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer

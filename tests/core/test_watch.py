@@ -1,4 +1,4 @@
-"""How long ranks wait, and what they tell each other beside the engine."""
+"""Timeouts of ranks, and their messages beside the engine."""
 
 import json
 import os

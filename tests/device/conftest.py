@@ -1,4 +1,4 @@
-"""Where the tests of a GPU run; pytest alone is needed, so that a machine that is lent for minutes can run them."""
+"""Device of the tests of a GPU; pytest alone is needed, so that a machine that is lent for minutes can run them."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What every rank is given, over several steps and through the default memories, against the formulas in NumPy.
+"""Means on every rank, over several steps and through the default memories, against the formulas in NumPy.
 
 All methods but PowerSGD, which test_oracles.py holds. Nothing of Grace's is run here but the random numbers of the
 reference kernels; a tensor that a method would not shrink is expected as the plain mean.
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 class At(NamedTuple):
-    """Where random numbers are drawn: for one variable or shard, on one rank, at one step."""
+    """Place of a random stream: one variable or shard, on one rank, at one step."""
 
     name: str
     rank: int
@@ -264,13 +264,13 @@ def positions(n, count):
 class Method(NamedTuple):
     send: Callable[[np.ndarray, At], np.ndarray]
     bits: Callable[[int], float]
-    """Of a payload of n elements; 0 where it depends on the data, because only empty tensors then ride dense."""
+    """Bits of a payload of n elements; 0 where it depends on the data, because only empty tensors then ride dense."""
     memory: type[NoMemory] = NoMemory
     votes: bool = False
     others: tuple[str, ...] = ()
     """Communicators that carry it besides allgather and broadcast."""
     rounding: float = 2.0**-10
-    """Of the sums that an engine makes of payloads."""
+    """Relative rounding error of the sums that an engine makes of payloads."""
 
 
 def unknown(n):

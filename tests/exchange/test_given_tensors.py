@@ -1,4 +1,4 @@
-"""What a user gives to be exchanged: anything but dense floating point numbers is refused before it travels, and
+"""Tensors that a user gives to be exchanged: all but dense floating point numbers are refused before they travel, and
 graphs are left behind."""
 
 import numpy as np

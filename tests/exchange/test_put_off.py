@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 SHAPES = {"matrix": (20, 30), "vector": (200,), "tiny": (1,)}
 METHODS = ["none", "bf16", "qsgd", "topk(ratio=0.1)", "topk(ratio=0.1) | fp16", "signsgd", "powersgd(rank=2)"]
 UNTRIED = ("scatter_merge", "broadcast")
-"""Of which the one finds out positions, and the other is like allgather."""
+"""Communicators left out: the one finds out positions, and the other is like allgather."""
 STEPS = {
     "good": ([1, 1], [1, 1], 0.0),
     "missing": ([1, 0], [1, 1], 0.0),
@@ -70,7 +70,7 @@ def test_what_is_read_at_the_end_of_a_step_is_heeded_as_what_is_read_at_once(spe
 
 
 BOUNDED = {"threshold(value=0.8, capacity=1.0)": True, "dgc(ratio=0.1)": False, "adaptive(ratio=0.1)": False}
-"""Whether these compute the same on a device, to the last bit."""
+"""True for methods that compute the same on a device, to the last bit."""
 
 
 @pytest.mark.parametrize("spec", BOUNDED)

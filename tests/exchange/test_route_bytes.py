@@ -136,7 +136,7 @@ def case(name: str, method: str, communicator: dict[str, Any], sparse: bool) -> 
 
 
 class Counted(NamedTuple):
-    """What a rank has counted of a bucket: bytes of its own payload, of means that it has sent, and of all it sent."""
+    """A rank's counts of a bucket: bytes of its own payload, of means that it has sent, and of all it sent."""
 
     own: int
     means: int

@@ -1,4 +1,4 @@
-"""What ranks record while they train: complete, properly nested, and without any effect on what they compute."""
+"""Records of ranks while they train: complete, properly nested, and without any effect on what they compute."""
 
 import contextlib
 import math

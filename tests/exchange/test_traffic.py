@@ -1,4 +1,4 @@
-"""What travels is packed and counted: per variable, at the engine, and by the kernel's sockets."""
+"""Traffic is packed and counted: per variable, at the engine, and by the kernel's sockets."""
 
 import contextlib
 import math

@@ -32,14 +32,14 @@ ENDED_FIRST = {
     "kill": r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9",
     "raise": r"rank 1 failed first: ValueError: a mistake on rank 1",
 }
-"""What is said in any case under torchrun, which looks every 0.1 s whether a rank has failed, and ends the others."""
+"""Words that torchrun always prints, which looks every 0.1 s whether a rank has failed, and ends the others."""
 SAID_IN_GRAPHS = {
     "kill": r"rank 1 failed first: it was lost|process rank 1 .* exited on signal 9",  # the latter by mpirun
     "raise": r"ValueError: a mistake on rank 1",
     "leave": r"rank 1 has left",
 }
 EXCHANGE = r"rank [02] of 3: the exchange of bucket \d+ \(.*topk.*\) failed at step \d+"
-"""Of one survivor at least: launchers mix what several say."""
+"""Words of one survivor at least: launchers mix the output of several."""
 
 
 def ended_by(launcher: str, framework: str, fault: str, method: str = "topk(ratio=0.05)", **variables: str) -> str:

@@ -139,7 +139,7 @@ DOCUMENTS = {
     "plan": (ANY | mutated(PLAN), Plan.load, Plan.save, lambda plan: (plan, str(plan)), ["json"]),
     "graph": (mutated(GRAPH) | mutated(PIPEDREAM), profiles.read, profiles.write, lambda graph: graph.key, ["json"]),
 }
-"""By kind what is drawn, who reads and who writes it, and what must be the same of what is written and read again."""
+"""Documents by kind: drawn ones, their reader and writer, and what must be equal when one is written and read again."""
 
 
 def encoded(document, ending):

@@ -23,7 +23,7 @@ METHODS = (
     ),
     *("threshold(value=0.1) | sketch", "dgc(ratio=0.2) | inceptionn"),
 )
-"""Those whose payloads are of sizes that come off the wire."""
+"""Methods whose payloads are of sizes that come off the wire."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What Keras training brings besides plain steps, over 2 real ranks of two engines."""
+"""Features of Keras training besides plain steps, over 2 real ranks of two engines."""
 
 import keras
 import numpy as np

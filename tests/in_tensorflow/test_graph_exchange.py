@@ -1,5 +1,5 @@
-"""What a graph's exchange is made of changes nothing of what it brings: sums that never enter Python, and buckets that
-share their functions."""
+"""Means are the same however a graph's exchange is made: by sums that never enter Python, or by buckets that share
+their functions."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What Horovod's Keras API does under Keras 3: what docs/from-horovod.md says of it, line by line."""
+"""Horovod's Keras API under Keras 3, against docs/from-horovod.md, line by line."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What Keras optimizers may become while they are distributed, and what becomes of them."""
+"""Keras optimizers that are copied, rebuilt, closed or dropped while they are distributed."""
 
 import gc
 import weakref

@@ -217,7 +217,7 @@ def test_a_scale_that_a_rank_has_no_value_for_is_the_others_or_stays():
 def test_a_registered_class_is_loaded_by_its_name(local, tmp_path):
     @keras.saving.register_keras_serializable("tests_of_grace", "Renamed")
     class Own(keras.optimizers.SGD):
-        """Of the user's."""
+        """A user's optimizer."""
 
     for around in (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer):
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])

@@ -38,7 +38,7 @@ class Decaying(Memory):
 
 
 class Signs(Compressor):
-    """As in GRACE's TensorFlow code: a tensor of bools."""
+    """Signs as in GRACE's TensorFlow code: a tensor of bools."""
 
     def compress(self, tensor, name):
         return [tf.math.greater_equal(tf.reshape(tensor, [-1]), 0)], tf.shape(tensor)

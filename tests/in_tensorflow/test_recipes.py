@@ -1,4 +1,4 @@
-"""What docs/keras.md says of data and files, over 2 real ranks, beside one process and beside a run without a stop."""
+"""Recipes of docs/keras.md for data and files, over 2 real ranks, against one process and a run without a stop."""
 
 import shutil
 import warnings

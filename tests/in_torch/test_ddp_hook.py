@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ranks
 
 
 SOME = ("none", "topk(ratio=0.1)", "powersgd(rank=2)")
-"""Of methods, one that sums, one that gathers, and one of several rounds."""
+"""Methods: one that sums, one that gathers, and one of several rounds."""
 CUTS = {
     "one bucket": {},
     "many buckets": {"bucket_cap_mb": 0.001},

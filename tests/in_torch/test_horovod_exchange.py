@@ -1,4 +1,4 @@
-"""What travels under Horovod: in whatever order, in groups, as sums, sparse, and after a rank has joined."""
+"""Exchanges under Horovod: in whatever order, in groups, as sums, sparse, and after a rank has joined."""
 
 import time
 

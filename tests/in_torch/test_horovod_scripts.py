@@ -1,4 +1,4 @@
-"""What scripts written for Horovod call of Horovod's own: it works with Grace's optimizers, or says what does."""
+"""Horovod's own functions in scripts written for it: each works with Grace's optimizers, or says what does."""
 
 import copy
 import time

@@ -1,4 +1,4 @@
-"""What is worked out once and kept from step to step is worked out anew when what it is made of has changed."""
+"""Facts kept from step to step are computed again when their sources have changed."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ from tests.support.training import (
 pytestmark = pytest.mark.ranks
 
 SOME = ["none", "topk(ratio=0.1)", "powersgd(rank=2)"]
-"""Of methods, one that sums, one that gathers, and one of several rounds."""
+"""Methods: one that sums, one that gathers, and one of several rounds."""
 ENGINES = pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
 
 

@@ -1,4 +1,4 @@
-"""What was compiled is kept, until some loop is written otherwise."""
+"""Compiled loops are kept, until some loop is written otherwise."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which kernels are found, and how they treat layouts."""
+"""Choice of kernels, and their treatment of layouts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What compilers make of Triton's kernels, for GPUs that need not be here; each check has a kernel that fails it."""
+"""Compiled code of Triton's kernels, for GPUs that need not be here; each check has a kernel that fails it."""
 
 import dataclasses
 import importlib

@@ -89,7 +89,7 @@ def packed(loop, given, instruction):
 
 
 FEW = list({loop.py_func.__module__: (loop, *more) for loop, *more in reversed(HOT)}.values())
-"""One of each module: to compile one takes up to a second, and what is lost with its vectors is speed alone."""
+"""A loop of each module: to compile one takes up to a second, and what is lost with its vectors is speed alone."""
 RUN = HOT if THOROUGH else FEW
 
 

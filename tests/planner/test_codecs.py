@@ -1,4 +1,4 @@
-"""What methods compute and lose, measured over pretended ranks."""
+"""Times and errors of methods, measured over pretended ranks."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What ``auto`` measures, tries and keeps, in steps whose times are made up."""
+"""Measurements, trials and choices of ``auto``, in steps whose times are made up."""
 
 import json
 from types import SimpleNamespace

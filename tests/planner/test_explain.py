@@ -1,4 +1,4 @@
-"""Which candidate is taken, what is said of it, and that its document says all of it."""
+"""The choice of a candidate, its explanation, and its document, which says all of it."""
 
 import json
 from dataclasses import replace

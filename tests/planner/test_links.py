@@ -1,4 +1,4 @@
-"""What collectives take, measured by real ranks."""
+"""Times of collectives, measured by real ranks."""
 
 import time
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What collectives take by formulas, and by what was measured."""
+"""Times of collectives by formulas, and by measurements."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What ``auto`` measures between two steps, and what it says of it; over ranks that are pretended."""
+"""Measurements of ``auto`` between two steps, and its report of them; over ranks that are pretended."""
 
 from dataclasses import replace
 

@@ -16,7 +16,7 @@ import grace
 from tests.support.training import digest
 
 SLOTS = {30: 2, 40: 1}
-"""How many there are after a step."""
+"""Number of ranks after a step."""
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where buckets are cut: by what travels, in the order in which gradients become ready."""
+"""Cuts between buckets: by what travels, in the order in which gradients become ready."""
 
 import itertools
 import random

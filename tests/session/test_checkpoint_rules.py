@@ -1,4 +1,4 @@
-"""What a checkpoint may change in a resumed run, what is refused, and that nothing changes then."""
+"""Changes that a checkpoint may bring to a resumed run, and refusals, after which nothing has changed."""
 
 import pytest
 import torch
@@ -78,11 +78,11 @@ CHANGED = {
     "step": {"step": 5},
 }
 UNSEALED = ("missing", "unknown", "form", "plain", "version", "step")
-"""Those whose checksums are left as they were."""
+"""Damages whose checksums are left as they were."""
 
 
 class Broken(list):
-    """What torch's own load fails at, halfway."""
+    """A list at which torch's own load fails, halfway."""
 
     def __iter__(self):
         raise RuntimeError("torch could not load this")

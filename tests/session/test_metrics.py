@@ -1,4 +1,4 @@
-"""What loggers are told is what was counted, waited and kept since they last asked."""
+"""Numbers for loggers: bytes, waiting and residuals since they last asked."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What cannot work is refused on every rank before any gradient is exchanged, and nobody hangs."""
+"""Refusals on every rank before any gradient is exchanged; nobody hangs."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 TOPK, BLOCK = "topk(ratio=0.1)", "block(bits=4)"
 KINDS = ("none", TOPK, "qsgd(levels=7)", "powersgd(rank=1)", "efsignsgd")
 OWN = 1e-7
-"""What a discriminator's own gradients are multiplied by: it hardly moves, unless the others' come back."""
+"""Factor of a discriminator's own gradients: it hardly moves, unless the others' come back."""
 
 
 def batch():
@@ -39,7 +39,7 @@ def sgd(model):
 
 
 WAYS = {"optimizer": 2, "hook": 2, "replicas": 4, "shards": 4, "both": 4}
-"""How many ranks there are where gradients are exchanged by a distributed optimizer, by DDP's hook, or under FSDP2 by
+"""Number of ranks where gradients are exchanged by a distributed optimizer, by DDP's hook, or under FSDP2 by
 methods that compress what replicas exchange, what shards do, or both."""
 
 

@@ -1,4 +1,4 @@
-"""What the table of ``grace strategy show`` says is what really leaves each rank."""
+"""Bytes in the table of ``grace strategy show`` are those that really leave each rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What ``grace.strategy`` offers by name."""
+"""Public names of ``grace.strategy``."""
 
 import grace
 from grace.core.registry import known

@@ -277,7 +277,7 @@ def test_an_optimizer_tells_its_strategy():
 
 
 class Words(torch.nn.Module):
-    """Nothing but an embedding."""
+    """A model of an embedding alone."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What tests share."""
+"""Helpers that tests share."""
 
 import contextlib
 from pathlib import Path

@@ -18,7 +18,7 @@ WRONG: tuple[Any, ...] = (
     *([], [0], [[[]]], ["w"], {}, {"w": 1}, {"w": {"w": {"w": 0}}}, {1: 2}, (), {3}, object, np.float32(1)),
     *(np.zeros(()), np.zeros((1,), np.float32), np.array(["w"]), np.array([None]), np.zeros(2, np.complex64)),
 )
-"""What most places must not hold."""
+"""Values that most places must not hold."""
 Path = tuple[Any, ...]
 
 

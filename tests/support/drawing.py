@@ -1,4 +1,4 @@
-"""Which cases of large products `make test` runs: so many that every value is met; `make thorough` runs them all."""
+"""Choice of the cases of large products that `make test` runs: every value is met; `make thorough` runs them all."""
 
 import os
 import zlib

@@ -1,4 +1,4 @@
-"""What hypothesis draws for several test modules."""
+"""Strategies of hypothesis for several test modules."""
 
 import numpy as np
 from hypothesis import settings

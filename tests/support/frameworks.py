@@ -1,4 +1,4 @@
-"""What the tests of frameworks around torch share; it runs in the rank processes."""
+"""Helpers of the tests of frameworks around torch; they run in the rank processes."""
 
 import contextlib
 import os

@@ -15,7 +15,7 @@ from tests.support.pairwise import pairwise
 from tools.device import place
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether this process runs Triton's kernels one by one in NumPy: then they are what is tested, and nothing else."""
+"""True if this process runs Triton's kernels one by one in NumPy: then nothing else is tested."""
 
 try:
     if INTERPRETED:  # and TensorFlow is not loaded

@@ -1,4 +1,4 @@
-"""What implementations of the kernels are compared with, and on what."""
+"""The reference of all kernels, and the inputs on which they are compared with it."""
 
 import pytest
 from hypothesis import strategies as st

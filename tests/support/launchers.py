@@ -1,4 +1,4 @@
-"""What launchers leave in the environment of the ranks that they start."""
+"""Variables that launchers leave in the environment of the ranks that they start."""
 
 from grace.backends.topology import MPI_SIZES
 
@@ -12,5 +12,5 @@ LAUNCHERS = {
     "mpiexec or srun (PMI)": {"PMI_SIZE": "2"},
     "srun (Slurm)": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
 }
-"""By the name that Grace has for each, the variables of rank 0 of 2."""
+"""Variables of rank 0 of 2, by Grace's name of the launcher."""
 KEYS = {key for variables in LAUNCHERS.values() for key in variables} | set(MPI_SIZES) | {"GRACE_BACKEND", "TF_CONFIG"}

@@ -1,4 +1,4 @@
-"""How long a test waits for what must come."""
+"""Limits of the time that a test waits for what must come."""
 
 import subprocess
 import time

@@ -14,7 +14,7 @@ ODD = st.sampled_from([None, True, False, *NUMBERS, *WORDS, *NESTED])
 JSON = st.recursive(
     ODD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
 )
-"""What JSON and YAML may give, and a little more."""
+"""Values that JSON and YAML may give, and a little more."""
 
 
 @st.composite

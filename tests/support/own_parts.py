@@ -40,7 +40,7 @@ class InPieces(Communicator):
 
 
 class Whole(Compressor):
-    """All of a gradient, in a payload that nobody sums."""
+    """A method that sends all of a gradient, in a payload that nobody sums."""
 
     name = "whole"
     traits = Traits(category="quantization", unbiased=True)

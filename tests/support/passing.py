@@ -4,7 +4,7 @@ from grace.planner import step_timer
 
 
 class Passing:
-    """What ``time`` is to a clock."""
+    """A module like ``time``, whose clock stands still but for what is slept."""
 
     def __init__(self):
         self.now = 1.0

@@ -17,7 +17,7 @@ from tests.support.limits import HANGS
 from tests.support.warm import collect_seldom
 
 MOST_THREADS = 128
-"""Of a rank; Gloo has two and more for each process group."""
+"""Largest number of a rank's threads; Gloo has two and more for each process group."""
 
 
 class RankFailure(AssertionError):

@@ -74,7 +74,7 @@ class Pretended(Backend):
 
 
 class Meta(Pretended):
-    """The same over torch's tensors on the meta device, which have no numbers: what reads one raises."""
+    """A pretended backend over torch's tensors on the meta device, which have no numbers: reading one raises."""
 
     def allreduce(self, tensor):
         return there(tensor)
@@ -87,8 +87,8 @@ class Meta(Pretended):
 
 
 class Among(Pretended):
-    """One of several ranks of one process over torch's tensors, which go on together: what a collective brings is what
-    they all sent, as soon as all have started it.
+    """A backend of one of several ranks in one process over torch's tensors, which go on together: a collective brings
+    what they all sent, as soon as all have started it.
 
     Args:
         sent: of all of them, by the kind of collective, what each rank sent in it last.

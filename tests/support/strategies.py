@@ -1,4 +1,4 @@
-"""What tests of executed strategies share; it runs in the rank processes."""
+"""Helpers of the tests of executed strategies; they run in the rank processes."""
 
 import contextlib
 import os

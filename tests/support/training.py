@@ -27,7 +27,7 @@ METHODS = (
     "powersgd(rank=2)",
 )
 KINDS = ("none", "bf16", "qsgd", "topk(ratio=0.1)", "signsgd", "powersgd(rank=2)", "threshold(value=0.001)")
-"""One of each kind of exchange."""
+"""A method of each kind of exchange."""
 SPECS = (
     *(*METHODS, "threshold(value=0.001)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)"),
     *("topk(ratio=0.1) | qsgd(levels=7)", "topk(ratio=0.05, chunk=64)"),

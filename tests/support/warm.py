@@ -48,7 +48,7 @@ BEFOREHAND = [
     *("horovod", "horovod.common.util", "horovod.runner.launch"),  # not both of its frameworks: they exclude each other
     "lightning.pytorch",  # with transformers and accelerate
 ]
-"""What the server imports; packages that are not installed are left out."""
+"""Modules that the server imports; packages that are not installed are left out."""
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
 CLIENT = Path(__file__).with_name("warm_client.py").read_text()
 UNSET = {"PYTHONPATH", "PYTHONUNBUFFERED", "COVERAGE_PROCESS_START", "OMP_NUM_THREADS"}

@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: launches, copies, waits, and the functions that it is found in."""
+"""The host's time of a step: launches, copies, waits, and the functions that it is found in."""
 
 import functools
 import sys

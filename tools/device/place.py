@@ -1,4 +1,4 @@
-"""Where everything runs: on a GPU, or, in Triton's interpreter, on the CPU, whose tensors its kernels then take."""
+"""The device of everything: a GPU, or, in Triton's interpreter, the CPU, whose tensors its kernels then take."""
 
 import dataclasses
 import functools

@@ -97,7 +97,7 @@ class Signs(Codec):
 
 
 class Levels(Codec):
-    """See :class:`~grace.compressors.qsgd.QSGD`, and :class:`~grace.compressors.block.Block` (nearest)."""
+    """Codec of :class:`~grace.compressors.qsgd.QSGD`, and of :class:`~grace.compressors.block.Block` (nearest)."""
 
     encoder = staticmethod(buckets.encode_levels)
     decoder = staticmethod(buckets.decode_levels)
@@ -122,7 +122,7 @@ class Levels(Codec):
 
 
 class Ternary(Levels):
-    """See :class:`~grace.compressors.terngrad.TernGrad`."""
+    """Codec of :class:`~grace.compressors.terngrad.TernGrad`."""
 
     encoder = staticmethod(buckets.encode_ternary)
 
@@ -133,7 +133,7 @@ class Ternary(Levels):
 
 
 class Powers(Codec):
-    """See :class:`~grace.compressors.natural.Natural`."""
+    """Codec of :class:`~grace.compressors.natural.Natural`."""
 
     encoder = staticmethod(buckets.encode_powers)
     decoder = staticmethod(buckets.decode_powers)
@@ -153,7 +153,7 @@ class Entries(Codec):
 
 
 class Largest(Entries):
-    """See :class:`~grace.compressors.topk.TopK`."""
+    """Codec of :class:`~grace.compressors.topk.TopK`."""
 
     encoder = staticmethod(sparsified_buckets.encode_largest)
     decoding = 0, 1  # no chunks
@@ -169,7 +169,7 @@ class Largest(Entries):
 
 
 class LargestOfChunks(Entries):
-    """See :class:`~grace.compressors.topk.TopK`, with chunks."""
+    """Codec of :class:`~grace.compressors.topk.TopK`, with chunks."""
 
     encoder = staticmethod(sparsified_buckets.encode_chunks)
 
@@ -180,7 +180,7 @@ class LargestOfChunks(Entries):
 
 
 class Drawn(Codec):
-    """See :class:`~grace.compressors.randomk.RandomK`."""
+    """Codec of :class:`~grace.compressors.randomk.RandomK`."""
 
     encoder = staticmethod(sparsified_buckets.encode_drawn)
     decoder = staticmethod(sparsified_buckets.decode_drawn)

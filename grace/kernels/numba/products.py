@@ -14,7 +14,7 @@ from grace.kernels.numba.loops import compiled, f32
 multiplying = loop(fastmath={"reassoc", "contract", "nsz"})
 
 COLUMNS = 1024
-"""Of the wide matrix at a time, so that 4 of the narrow one's columns stay in the nearest cache."""
+"""Columns of the wide matrix read at a time: with 4 of the narrow one's columns they stay in the nearest cache."""
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can be used here."""
+"""The test of whether the Triton kernels can be used here."""
 
 import importlib.util
 import os

@@ -73,7 +73,7 @@ class TritonSigns(TritonCodec):
 
 
 class TritonPowers(TritonCodec):
-    """See :class:`~grace.compressors.natural.Natural`."""
+    """Codec of :class:`~grace.compressors.natural.Natural`."""
 
     encoder = buckets.encode_powers
     draws = True
@@ -85,7 +85,7 @@ class TritonPowers(TritonCodec):
 
 
 class TritonLevels(TritonCodec):
-    """See :class:`~grace.compressors.qsgd.QSGD`, and :class:`~grace.compressors.block.Block`.
+    """Codec of :class:`~grace.compressors.qsgd.QSGD`, and of :class:`~grace.compressors.block.Block`.
 
     In one launch where a program reads whole buckets, and their codes begin with a byte.
     """
@@ -96,7 +96,7 @@ class TritonLevels(TritonCodec):
     """Standard deviations that are clipped to."""
     edges: torch.Tensor | None = None
     entries: torch.Tensor | None = None
-    """Of a table, which codes are places in."""
+    """Values of a table; codes are places in it."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class TritonLevels(TritonCodec):
 
 
 class TritonTernary(TritonLevels):
-    """See :class:`~grace.compressors.terngrad.TernGrad`."""
+    """Codec of :class:`~grace.compressors.terngrad.TernGrad`."""
 
     form = bucket_levels.TERNARY
 
@@ -194,7 +194,7 @@ class TritonTernary(TritonLevels):
 
 
 class Table(TritonLevels):
-    """See :class:`~grace.compressors.dynamic8.Dynamic8`."""
+    """Codec of :class:`~grace.compressors.dynamic8.Dynamic8`."""
 
     form = bucket_levels.TABLE
 
@@ -239,7 +239,7 @@ class Entries(TritonCodec):
 
 
 class TritonLargestOfChunks(Entries):
-    """See :class:`~grace.compressors.topk.TopK`, with chunks."""
+    """Codec of :class:`~grace.compressors.topk.TopK`, with chunks."""
 
     encoder = sparsified_buckets.encode_chunks
 
@@ -249,7 +249,7 @@ class TritonLargestOfChunks(Entries):
 
 
 class TritonLargest(Entries):
-    """See :class:`~grace.compressors.topk.TopK`."""
+    """Codec of :class:`~grace.compressors.topk.TopK`."""
 
     least: Callable[[], float] | None = None
     """The threshold that entries are above, if there is one."""
@@ -291,7 +291,7 @@ class TritonLargest(Entries):
 
 
 class LargestAbove(TritonLargest):
-    """See :class:`~grace.compressors.threshold.Threshold`."""
+    """Codec of :class:`~grace.compressors.threshold.Threshold`."""
 
     def __init__(self, sizes: Sequence[int], payloads: Places, device: torch.device, least: Callable[[], float]):
         super().__init__(sizes, payloads, device)
@@ -299,8 +299,8 @@ class LargestAbove(TritonLargest):
 
 
 class TritonDrawn(TritonCodec):
-    """See :class:`~grace.compressors.randomk.RandomK`: places that all ranks draw alike, twice, as that costs less than
-    keeping them."""
+    """Codec of :class:`~grace.compressors.randomk.RandomK`, whose places all ranks draw alike, twice, as that costs
+    less than keeping them."""
 
     draws = "shared"
 

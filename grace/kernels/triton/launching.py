@@ -16,7 +16,7 @@ import triton
 BLOCK = 1024
 """Elements of a program of most kernels: 8 of each thread, two 16-byte loads."""
 FEWER = BLOCK // 2
-"""Where 8 would not fit into registers."""
+"""Elements of a program where 8 of each thread would not fit into registers."""
 
 LARGEST_ROW = 4096
 """Elements of the largest buckets that one program reads at once."""

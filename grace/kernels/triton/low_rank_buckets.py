@@ -28,11 +28,11 @@ from grace.kernels.triton.bucket_tables import (
 from grace.kernels.triton.random import philox, uniform, words_at
 
 Q_KEPT, Q_NEXT = MORE, WIDTH
-"""In a bucket's table: addresses of the last step's Q, and of where this one's goes; 0 for none."""
+"""Places in a bucket's table of the addresses of the last step's Q, and of where this one's goes; 0 for none."""
 ROWS, ACROSS, RANK_OF, P_AT, Q_AT = (tl.constexpr(i) for i in range(5))
 """Rows, columns and rank; where P and Q stand in their wires, in elements."""
 LEFT, LEFT_STEP, RIGHT, RIGHT_STEP, P_PARTS, Q_PARTS = (tl.constexpr(i) for i in range(5, 11))
-"""Where the transposed P and Q begin and from column to column; where parts of P and of Q begin."""
+"""Beginnings of the transposed P and Q, and steps from column to column; beginnings of the parts of P and of Q."""
 TILES, P_ADDS, Q_ADDS, Q_TILES = (tl.constexpr(i) for i in range(11, 15))
 """The first programs of launches over tiles, parts of P, parts of Q, and rows of Q."""
 SHAPE = tl.constexpr(16)

@@ -26,7 +26,7 @@ WIDEST = 1 << 24
 
 
 class LowRank(TritonCodec):
-    """See :class:`~grace.compressors.powersgd.PowerSGD`. Each payload is the first round's (P), and the second's (Q).
+    """Codec of :class:`~grace.compressors.powersgd.PowerSGD`. Each payload is the first round's P, then the second's Q.
 
     ``encode`` writes P; ``receive`` takes its sum over ranks, ``follow`` writes Q, ``receive`` takes that sum, and
     ``decode`` writes means and residuals.

@@ -11,8 +11,8 @@ SAMPLE = tl.constexpr(4096)
 """Elements of the sample that the guess is made from."""
 TOTALS = tl.constexpr(128 + 2 * 1024)
 KNOWN = tl.constexpr(128 + 2 * 1024 + 32)
-"""Where a search's counts of last digits begin, and what is known: how many elements are above the guess, and equal
-it, the upper digits and the rank after each of three passes, how many are above a threshold, and the guess."""
+"""Beginnings of a search's counts of last digits, and of what is known: how many elements are above the guess, and
+equal it, the upper digits and the rank after each of three passes, how many are above a threshold, and the guess."""
 STATE = tl.constexpr(128 + 2 * 1024 + 32 + 10)
 """Numbers (int32) of a search."""
 

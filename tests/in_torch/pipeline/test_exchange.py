@@ -26,7 +26,7 @@ from tests.support.pools import on_ranks, ranks_of
 
 pytestmark = pytest.mark.ranks
 COMPRESSORS = ["topk(ratio=0.3)", "powersgd(rank=1)", "fp16"]
-"""Of methods, one that gathers, one of several rounds, and one that sums."""
+"""Methods: one that gathers, one of several rounds, and one that sums."""
 
 
 def run_compressed(cases, settings):

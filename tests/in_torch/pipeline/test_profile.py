@@ -1,4 +1,4 @@
-"""What atomic subcomponents take."""
+"""Times of atomic subcomponents."""
 
 import json
 

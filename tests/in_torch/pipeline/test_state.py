@@ -1,4 +1,4 @@
-"""What a pipeline saves is the whole model's, and loads on another plan."""
+"""States of a pipeline are the whole model's, and load on another plan."""
 
 import copy
 

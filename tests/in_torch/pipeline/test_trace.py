@@ -1,4 +1,4 @@
-"""What ``grace trace`` shows of pipelines."""
+"""Pipelines in ``grace trace``."""
 
 import json
 import subprocess

@@ -51,7 +51,7 @@ def test_plans_for_another_run_are_refused(made):
     ("change", "says"),
     [
         ({"versions": {"plan": 0}}, "no plan of version 1"),
-        ({"colour": "red"}, "plan.json, colour: unknown key"),
+        ({"colour": "red"}, "plan.json, colour: unknown key; known: model, stages, .*versions"),
         ({"batch": "8"}, "plan.json, batch: must be a whole number"),
         ({"stages": {}}, "stages: must be a list, not {}"),
         ({"stages": []}, "at least one stage"),

@@ -17,7 +17,7 @@ from grace.backends.object_collectives import from_root
 from grace.backends.runtime import current
 from grace.backends.topology import Topology, node_name
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.pipeline_plan import Plan
@@ -174,6 +174,8 @@ class Pipeline:
         """False within ``no_sync()``."""
         self._pending = False
         """True if gradients were accumulated that are not exchanged yet."""
+        self._failure = ""
+        """Error that ended a call of this rank in the middle; empty if there was none."""
         self._built: dict[Hashable, BuiltStage] = {}
         self.plan: Plan | None = None
         self.steps = 0
@@ -286,9 +288,29 @@ class Pipeline:
 
     def _begin_call(self, args: Args, kwargs: Kwargs, targeted: bool) -> Work:
         """Return this rank's work in a call, which the ranks have compared. ``targeted`` is True if the last of
-        ``args`` is the target, provided that there is a loss function."""
+        ``args`` is the target, provided that there is a loss function.
+
+        Raises:
+            ExchangeError: a former call failed on this rank, in the middle of the messages between stages.
+        """
+        if self._failure:
+            raise ExchangeError(
+                f"a call of this pipeline has failed on this rank: {self._failure}. Other stages wait for its "
+                "messages, so it cannot go on: end the program on all ranks, and resume from a checkpoint"
+            )
         mode = (1 + self._exchanging) if self.training else 0
         return self.comparison.compare(lambda: self._prepare(args, kwargs, targeted), mode, self.gradients)
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Return a context for the stages' messages. An error in it, as of the loss function, leaves other ranks
+        waiting for this one. In a further call all would wait for each other, until the timeout."""
+        try:
+            yield
+        except BaseException as error:
+            if self.mesh.channel is not None:  # else there is no other rank
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
 
     def _prepare(self, args: Args, kwargs: Kwargs, targeted: bool) -> tuple[Work, Hashable, Sequence[object]]:
         """Return this rank's work in a call, and the shapes and values of the batch that the ranks compare."""
@@ -365,7 +387,8 @@ class Pipeline:
         with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
             built, chunks, targets = self._begin_call(args, kwargs, True)
             self.gradients.start_loss_scale(self.device)
-            losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
+            with self._noting_failure():
+                losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
         with torch.no_grad():
@@ -543,7 +566,8 @@ class Pipeline:
             self._cut(args, kwargs)
         with self.mesh.naming_failed_rank("the pipeline's evaluation"):
             built, chunks, _ = self._begin_call(args, kwargs, False)
-            outputs = run_forward(built.stage, chunks)
+            with self._noting_failure():
+                outputs = run_forward(built.stage, chunks)
         by_replica = self.inputs == "replica"
         # a rank that passed the whole batch gets the outputs of the whole batch
         every = gather or not by_replica

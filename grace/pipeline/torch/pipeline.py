@@ -39,8 +39,15 @@ from grace.pipeline.torch.plan_search import (
     update_seconds,
 )
 from grace.pipeline.torch.point_to_point import run_forward, run_schedule
-from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key
-from grace.pipeline.torch.stage_gradients import Gradients, Loss, check_options, chosen_strategy
+from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key, sums_of_rows
+from grace.pipeline.torch.stage_gradients import (
+    MEAN_OF_LOSSES,
+    Gradients,
+    Loss,
+    check_mean,
+    check_options,
+    chosen_strategy,
+)
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
 from grace.session.agreement import failing_together
@@ -160,6 +167,7 @@ class Pipeline:
             )
         check_plain_model(model)
         check_options(options, model)
+        check_mean(loss_fn)
         self.model = model
         self.loss_fn = loss_fn
         self.make_optimizer = optimizer
@@ -194,6 +202,8 @@ class Pipeline:
             with failing_together(self.backend, "a pipeline"):
                 check_optimizer_state_whole(self.make_optimizer)
                 batch = CapturedBatch(self.model, args, kwargs, self.whole)
+                if self.loss_fn is None and any(sums_of_rows(batch)):
+                    raise ConfigError(f"the model returns a sum over rows for its loss, and {MEAN_OF_LOSSES}")
             self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
             self._cut_modes = modes_of(self.model)
             # 2. read or search the plan, the same on all ranks
@@ -555,8 +565,8 @@ class Pipeline:
         return self.train(False)
 
     def evaluate(self, *args: object, gather: bool = False, **kwargs: object) -> Any:
-        """Return the model's outputs, without gradients, on every rank: rows of all micro-batches. Outputs that have no
-        rows, such as a loss, are averaged over micro-batches.
+        """Return the model's outputs, without gradients, on every rank: rows of all micro-batches. Sums over rows are
+        added up, and other outputs that have no rows, such as a mean loss, are averaged over micro-batches.
 
         Args:
             args, kwargs: arguments of the model, without a target.
@@ -571,4 +581,5 @@ class Pipeline:
         by_replica = self.inputs == "replica"
         # a rank that passed the whole batch gets the outputs of the whole batch
         every = gather or not by_replica
-        return built.output(gather_outputs(outputs, built.output_axes, self.mesh, every, by_replica))
+        found = gather_outputs(outputs, built.output_axes, built.summed_outputs, self.mesh, every, by_replica)
+        return built.output(found)

@@ -60,7 +60,7 @@ def test_what_ranks_broadcast_lies_on_their_devices():
     engine.mesh.device, engine.mesh.channel = torch.device("meta"), Noted()
     engine.parameter(next(iter(engine.tensors.parameter_holders)))
     broadcast_batch(engine.mesh, lambda: [torch.ones(4, 2)])
-    gather_outputs([[torch.ones(4, 2)]], [0], engine.mesh, every=True, by_replica=True)
+    gather_outputs([[torch.ones(4, 2)]], [0], [False], engine.mesh, every=True, by_replica=True)
     assert sent == ["meta"] * 3
 
 

@@ -30,7 +30,7 @@ def test_plans_are_read_as_they_were_written(made, tmp_path):
     assert made.limit == 1e9
     assert made.compressor == "topk(ratio=0.01)"
     assert "1f1b" in str(made) or "gpipe" in str(made)
-    assert str(made).count("\n") == len(made.stages) + 1
+    assert str(made).count("\n") == len(made.stages) + 2
 
 
 def test_plans_for_another_run_are_refused(made):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.communicator import CompressorArg
 from grace.core.waits import timeout_for
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.kernels import kernels_of
 
 if TYPE_CHECKING:
@@ -111,10 +111,20 @@ class Operation:
     received: Tensor = None
 
     def result(self) -> Tensor | list[Tensor]:
-        """Return the result for the backend's caller."""
+        """Return the result for the backend's caller.
+
+        Raises:
+            ExchangeError: other ranks sent tensors of another length, which Horovod allows.
+        """
         if not self.rows:
             return self.received
         length = self.received.shape[0] // self.rows
+        sent = self.tensor.shape[0] // (self.rows if self.kind == "alltoall" else 1)
+        if self.received.shape[0] != self.rows * sent:
+            raise ExchangeError(
+                f"{self.kind} takes tensors of one length, and this rank's has {sent} elements, all {self.rows} ranks' "
+                f"have {self.received.shape[0]}: pad them to the longest, whose length an all-gather of lengths tells"
+            )
         return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
 
 

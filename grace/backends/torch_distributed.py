@@ -19,14 +19,13 @@ from grace.backends.topology import MPI_SIZES
 from grace.backends.torch_streams import SideStream
 from grace.backends.torchrun import private_store
 from grace.core.backend import Backend, Channels, Handle
+from grace.core.route import DIRECT_BYTES
 from grace.core.waits import timeout_for
 from grace.core.watch import POLL_SECONDS, TimeoutCheck
 from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
 """Seconds that gloo's threads may take to drop references to Python objects after the group was destroyed."""
-DIRECT_BYTES = 1 << 22
-"""Total received bytes up to which an all-gather is done as one all-to-all instead of gloo's ring."""
 
 
 class TorchBackend(Backend):

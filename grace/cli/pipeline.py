@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from grace.errors import ConfigError
 from grace.pipeline.planning import baselines, profiles
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
@@ -300,34 +300,10 @@ def _ms(seconds: float | None) -> str:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a table of the stages, and a summary."""
-
-    def memory(i: int) -> str:
-        return of_bytes(plan.memory[plan.stages[i].ranks[0]]) if plan.memory else ""
-
-    def sends(i: int) -> str:
-        stage = plan.stages[i]
-        return f"{of_bytes(stage.sent)}, {of_bytes(stage.returned)} back" if i + 1 < len(plan.stages) else ""
-
-    columns: Columns[int] = {
-        "stage": str,
-        "nodes": lambda i: _ends(plan.stages[i].nodes),
-        "ranks": lambda i: ", ".join(map(str, plan.stages[i].ranks)),
-        "ms": lambda i: f"{digits(1e3 * plan.stages[i].forward)} + {digits(1e3 * plan.stages[i].backward)}",
-        "exchange": lambda i: digits(1e3 * plan.stages[i].exchange),
-        "weights": lambda i: of_bytes(plan.stages[i].parameters),
-        "sends": sends,
-        "memory": memory,
-    }
-    console.print(table(range(len(plan.stages)), columns, ["nodes", "ranks"]))
-    console.print(
-        "ms: forward + backward of a micro-batch on a rank; exchange: of gradients, in ms; sends: for a micro-batch",
-        style="dim",
-    )
+    columns: Columns[tuple[str, ...]] = {heading: itemgetter(i) for i, heading in enumerate(HEADINGS)}
+    console.print(table(plan.cells(), columns, ["nodes", "ranks"]))
+    console.print(LEGEND, style="dim")
     console.print(f"\n{escape(plan.summary)}", soft_wrap=True)
-
-
-def _ends(nodes: Sequence[str]) -> str:
-    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]} ({len(nodes)})"
 
 
 def _print_graph(graph: Graph, longest: int) -> None:

@@ -88,6 +88,9 @@ class Communicator(Component):
     """True if one rank averages for all ranks, and sends the means back."""
     cuts: ClassVar[bool] = False
     """True if each rank owns a piece of every variable, and averages it."""
+    begin: "ClassVar[Callable[[Any, Any], Any] | None]" = None
+    """Method that returns the round trip of a bucket, not started, of its contribution; None for a
+    :class:`grace.exchange.round_trip.RoundTrip`."""
     codec_class: ClassVar[type | None] = None
     """The class of its own bucket codec (:class:`grace.exchange.codec.PerVariableCodec`); None to have one chosen."""
     can_defer: bool = True
@@ -449,7 +452,7 @@ def _transfer_methods(cls: type[Communicator]) -> tuple[str, ...]:
             if lacking:
                 raise ConfigError(f"{cls.__name__} defines one of {' and '.join(methods)}, and lacks {lacking[0]}()")
             # The last two groups move single payloads, which a base that cuts or sums buckets cannot follow.
-            if methods in TRANSFER_METHODS[3:] and (cls.sums or cls.cuts or cls.rooted or hasattr(cls, "begin")):
+            if methods in TRANSFER_METHODS[3:] and (cls.sums or cls.cuts or cls.rooted or cls.begin is not None):
                 raise ConfigError(
                     f"{cls.__name__} defines {methods[0]}(), and its base moves whole buckets: derive it from "
                     "grace.Communicator"

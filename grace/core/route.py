@@ -122,6 +122,9 @@ EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _bytes_of_all_gather
 ALL_TO_ALL = Collective("alltoall", _all_to_all, _bytes_of_all_to_all, "~p")
 GATHER = Collective("gather", _gather, _bytes_of_gather, "p", of_root="(W-1)p")
 BROADCAST = Collective("broadcast", _broadcast, _bytes_of_broadcast, of_root="(W-1)p")
+DIRECT_BYTES = 1 << 22
+"""Bytes that a rank gets in an all-gather, up to which each rank sends its own part to all others at once. Larger parts
+go around a ring."""
 
 
 @dataclass(frozen=True)

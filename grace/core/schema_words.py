@@ -5,8 +5,9 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 from grace.core.documents import shown
 from grace.errors import ConfigError, missing_extra
@@ -33,7 +34,6 @@ RIGHT = {
     "dataclass_type": "must be keys with values",
     "missing": "is missing",
     "too_short": "must not be empty",
-    "unexpected_keyword_argument": "unknown key",
     "string_unicode": "must be text",
 }
 
@@ -69,8 +69,17 @@ def refuse_unknown_keys(model: "type[BaseModel] | type[FileForm]", value: object
     fields = list(getattr(model, "model_fields", None) or model.__dataclass_fields__)
     for key in value if isinstance(value, dict) else ():
         if key not in fields:
-            raise fault_at(key, f"unknown key{hint(str(key), fields)}; known: {', '.join(fields)}")
+            raise fault_at(key, unknown_key(str(key), fields))
     return value
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """Return the message for a key that is none of the known ones.
+
+    >>> unknown_key("nmae", ["name", "ranks"])
+    "unknown key (did you mean 'name'?); known: name, ranks"
+    """
+    return f"unknown key{hint(key, known)}; known: {', '.join(known)}"
 
 
 def opening(described: object) -> str:
@@ -212,7 +221,25 @@ def read_record(kind: type[T], document: object, where: str) -> T:
         first = error.errors()[0]
         field = place(location(first)[1:])
         joint = "" if not field or field.startswith("[") else ", "
-        raise ConfigError(f"{where}{joint}{field}: {in_words(first)}") from None
+        if first["type"] == "unexpected_keyword_argument":
+            *path, key = first["loc"][1:]
+            said = unknown_key(str(key), list(_record_at(kind, path).__dataclass_fields__))
+        else:
+            said = in_words(first)
+        raise ConfigError(f"{where}{joint}{field}: {said}") from None
+
+
+def _record_at(kind: Any, path: Iterable[str | int]) -> Any:
+    """Return the dataclass at some keys and indices in a value of a type: a dataclass, or a list or mapping of them;
+    any of these may be None instead."""
+    for part in [*path, None]:
+        if type(None) in get_args(kind):
+            (kind,) = set(get_args(kind)) - {type(None)}
+        if part is not None and is_dataclass(kind):
+            kind = get_type_hints(kind)[str(part)]
+        elif part is not None:
+            kind = get_args(kind)[-1 if isinstance(part, str) else 0]
+    return kind
 
 
 @functools.cache
@@ -234,7 +261,7 @@ def in_words(error: "ErrorDetails", hidden: bool = False) -> str:
     'must be 1, not 2'
     """
     kind, said = error["type"], error["msg"]
-    if kind in ("missing", "too_short", "unexpected_keyword_argument"):
+    if kind in ("missing", "too_short"):
         return RIGHT[kind]
     if kind in RIGHT or said.startswith("Input should "):
         value = error["input"]

@@ -785,8 +785,9 @@ class RoundTrip:
 def round_trip_of(contribution: Contribution) -> RoundTrip:
     """Return the round trip of a bucket, which is not started: the communicator's own, if its class defines
     ``begin(contribution)``."""
-    begin: Callable[[Contribution], RoundTrip] = getattr(contribution.bucket.communicator, "begin", RoundTrip)
-    return begin(contribution)
+    communicator = contribution.bucket.communicator
+    begun: RoundTrip = RoundTrip(contribution) if communicator.begin is None else communicator.begin(contribution)
+    return begun
 
 
 def advance_all(trips: Sequence[Any]) -> None:

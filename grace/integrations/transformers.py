@@ -99,9 +99,11 @@ class GraceCallback(Chosen, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Run a last outer round, unless all ranks have loaded the best checkpoint."""
+        """Run a last outer round, unless all ranks have the parameters of the best checkpoint."""
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        self.end_training(flush=not best)
+        # Another callback may have put an average of each rank's own weights in their place since.
+        has_best = best and self.wrapped is not None and self.wrapped.has_equal_parameters()
+        self.end_training(flush=not has_best)
         if best and self.wrapped is not None and self.wrapped.rounds:
             self.model = None  # another train() begins anew, from the best parameters
 

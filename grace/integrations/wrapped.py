@@ -27,7 +27,7 @@ from grace.core.outer import OuterArg
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
-from grace.session.state_schema import SavedState
+from grace.session.state_schema import SavedState, checksum
 from grace.session.step_runner import StepRunner
 from grace.strategy.execution import StrategyArg
 from grace.torch.ddp import DDPState, RoundsError, register_ddp_hook
@@ -156,6 +156,13 @@ class Wrapped:
         rounds it does nothing."""
         if isinstance(self.state, DistributedMixin):
             self.state.flush()
+
+    def has_equal_parameters(self) -> bool:
+        """Return True if all ranks have the same parameters; every rank must call it."""
+        if not isinstance(self.state, DistributedMixin):  # they are exchanged in every step
+            return True
+        own = checksum(dict(self.state._grace.parameters))
+        return len(set(self.runner.backend.allgather_object(own))) == 1
 
     def close(self) -> None:
         """End the exchange of this model; every rank must call it."""

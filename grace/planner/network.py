@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from grace.core.route import DIRECT_BYTES
 from grace.errors import ConfigError
 from grace.planner.costs import Curve, fit
 
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
 """``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
 an all-reduce of as many bytes where links are fast."""
-DIRECT_BYTES = 1 << 22
-"""Of what a rank gets in an all-gather, up to which engines let every rank send its own to all others at once, and not
-round a ring."""
 
 
 class Network(Protocol):

@@ -14,6 +14,11 @@ DRIFTED = (
     "the ranks made a step with different hyperparameters; the first difference: ",
     "Let schedules and callbacks follow what is the same on every rank (a mean over ranks)",
 )
+ESTIMATED = (
+    "An optimizer that estimates it from gradients (Prodigy, D-Adaptation) needs those of all ranks in every step: "
+    "leave outer out, or choose another optimizer"
+)
+"""Advice that ranks which train alone get besides."""
 
 
 def gather_or_raise(

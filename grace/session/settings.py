@@ -79,7 +79,7 @@ def reduction(op: str | int | None, average: bool | None) -> str:
     return str(chosen.op)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Settings:
     """Settings of the user besides method and strategy, equal on every rank.
 

@@ -24,7 +24,7 @@ from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, rou
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
-from grace.session.agreement import DRIFTED, compare_facts, first_difference
+from grace.session.agreement import DRIFTED, ESTIMATED, compare_facts, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.outer_rounds import OuterRounds
 from grace.session.sharding import Shard, hierarchical, make_buckets, uncompressed
@@ -381,7 +381,10 @@ class StepRunner:
                 mine = self.callbacks.hyperparameters() if hyperparameters is None else hyperparameters
                 # All ranks have read the same headers, so all of them run this collective.
                 facts = backend.allgather_object(list(mine))
-                raise StepError(first_difference(facts, *DRIFTED, number_of=backend.number_of))
+                begin, advice = DRIFTED
+                if self.outer_rounds:
+                    advice = f"{advice}. {ESTIMATED}"
+                raise StepError(first_difference(facts, begin, advice, number_of=backend.number_of))
             if trip.header.out_of_step:
                 raise StepError(trip.header.out_of_step)
 

@@ -37,5 +37,5 @@ class PSBuilder(Builder):
         return super().reduced(variable, destination, **self._sync_fields(), **options)
 
     def _sync_fields(self) -> dict[str, Any]:
-        """Return the fields of ``sync`` that the builder's parameters give."""
-        return {key: getattr(self, key) for key in ("sync", "staleness", "local_replication", "ahead")}
+        """Return the fields of ``sync``, but for the destination."""
+        return {key: getattr(self, key) for key in ReduceBroadcast.parameters() if key != "destination"}

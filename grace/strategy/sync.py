@@ -10,7 +10,7 @@ from grace.core.communicator import Communicator
 from grace.core.documents import shown
 from grace.core.outer import Outer
 from grace.core.registry import find, known, unusable
-from grace.core.schema_words import NATURAL, FileForm, argument_docs, fault_at, hint, opening
+from grace.core.schema_words import NATURAL, FileForm, argument_docs, fault_at, hint, opening, unknown_key
 from grace.core.specs import Spec
 from grace.errors import ConfigError
 
@@ -189,7 +189,7 @@ def form_faults(document: JsonObject) -> Iterator[tuple[str, str]]:
         fields = ["type", *(["group", "hierarchical"] if _has_groups(kind) else []), *parameters_of(kind)]
         for key in document:
             if key not in fields:
-                yield key, f"unknown key{hint(key, fields)}; known: {', '.join(fields)}"
+                yield key, unknown_key(key, fields)
         for key, default in parameters_of(kind).items():
             if default is MISSING and key not in document:
                 yield key, "is missing"

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,6 +53,7 @@ class HookedSession(Session):
         self.passes = passes
         self.in_no_sync = False
         self.synchronized = False
+        self.warned_of_moved = False
         self.count_lock = threading.RLock()
         """Lock of the counts: autograd runs the hooks of each device's parameters in a thread of its own."""
         self.session_number = register_session(self)
@@ -65,6 +67,8 @@ class HookedSession(Session):
         """Number of backward passes by parameter name; 0 if hooks of the program removed all gradients."""
         self.last_gradients: dict[str, torch.Tensor] = {}
         self.last_versions: dict[str, int] = {}
+        self.parameter_versions: dict[str, int] = {}
+        """Versions of the parameters whose gradients are exchanged, by name, when the gradients were computed."""
         self.replaced_outside = False
         self.in_graph: set[str] = set()
         self.waits_for_graph = False
@@ -118,6 +122,7 @@ class HookedSession(Session):
                 raise self._too_many_passes(name)
             self.pass_counts[name] = count
             if count == self.passes:
+                self.parameter_versions[name] = self.parameters[name]._version
                 missing = self.missing_parameters
                 auto = self.auto
                 if auto is not None and auto.steps_left:
@@ -209,10 +214,27 @@ class HookedSession(Session):
         if self.unused_means is not None:
             self.commit_used_means()
 
+    def _warn_of_moved_parameters(self) -> None:
+        """Warn once if the program has moved parameters by gradients that it drops before they are exchanged: the first
+        step of SAM does so, and under DDP it would have the means."""
+        if self.warned_of_moved or not self.runner.buckets or self.runner.backend.size == 1:
+            return
+        moved = [name for name, version in self.parameter_versions.items() if self.parameters[name]._version != version]
+        if moved:
+            self.warned_of_moved = True
+            warnings.warn(
+                f"{moved[0]!r} was changed between backward() and zero_grad(), when its gradient was still this rank's "
+                "own (the first step of SAM?): each rank went another way. Call optimizer.synchronize() after that "
+                "backward(), and the gradients are the means over ranks; or, if ranks are to go their own ways, run it "
+                "under `with optimizer.no_sync():`, which exchanges nothing in vain",
+                stacklevel=4,
+            )
+
     def discard(self) -> None:
         """Await the exchanges in progress, and discard their results. Every rank must call it."""
         # Every rank that has run its backward passes completes all buckets, started or not: collectives must pair.
         if self.passes in self.pass_counts.values() and not self.synchronized:
+            self._warn_of_moved_parameters()
             while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
             with self.abandoning_on_error():
@@ -408,7 +430,14 @@ def DistributedOptimizer(
         "groups": num_groups if groups is None else groups,
         "grad_scaler": grad_scaler,
         "settings": Settings(
-            reduction, bucket_bytes, group_bytes, seed, sparse_as_dense, broadcast, hierarchical, compress_after
+            reduction=reduction,
+            bucket_bytes=bucket_bytes,
+            group_bytes=group_bytes,
+            seed=seed,
+            sparse_as_dense=sparse_as_dense,
+            broadcast=broadcast,
+            hierarchical=hierarchical,
+            compress_after=compress_after,
         ),
     }
     choices = Choices(compressor, memory, communicator, strategy, resources, outer, period)

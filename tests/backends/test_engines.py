@@ -119,6 +119,31 @@ def test_collectives_give_a_part_of_each_rank_and_empty_ones_too(engine):
                 assert broadcast == [[1] * part]
 
 
+def lengths_that_differ():
+    """The errors of Horovod's collectives of unequal lengths, and whether the next collective works."""
+    backend = grace.init("auto")
+    mine = torch.ones(2 + 2 * backend.rank)
+    errors = []
+    for start in (backend.allgather, backend.alltoall, lambda tensor: backend.gather(tensor, 0)):
+        try:
+            start(mine).wait()
+        except grace.ExchangeError as error:
+            errors.append(str(error))
+    return errors, len(backend.allgather(torch.ones(3)).wait())
+
+
+def test_horovods_collectives_of_unequal_lengths_are_refused():
+    """Horovod itself joins them, and the parts of ranks would be cut at the wrong places."""
+    (first, works), (other, works_too) = launched("horovodrun-gloo", 2).run(lengths_that_differ)
+    assert first[0].startswith(
+        "allgather takes tensors of one length, and this rank's has 2 elements, all 2 ranks' have 6"
+    )
+    assert other[0].startswith("allgather takes tensors of one length, and this rank's has 4 elements")
+    assert [error.split()[0] for error in first] == ["allgather", "alltoall", "gather"]
+    assert [error.split()[0] for error in other] == ["allgather", "alltoall"]  # only the root receives
+    assert works == works_too == 2
+
+
 def local_ranks():
     """This rank's number on its node; then that of a backend which nobody told it, where ranks say other nodes."""
     told, backend = grace.local_rank(), grace.init("auto")

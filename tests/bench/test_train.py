@@ -252,6 +252,41 @@ def test_a_task_of_ones_own(tmp_path):
     assert saved.rows[0]["quality"] < saved.rows[0]["curve"][0][-1]
 
 
+ROWS = """
+import torch
+from grace.bench.workloads.torch_tasks import InTorch
+
+class Rows(InTorch):
+    about, metric, lr, epochs, batch, count = "rows", "error", 0.1, 1, 8, 16
+
+    def network(self, seed):
+        layers = torch.nn.Embedding(16, 2, sparse=True), torch.nn.Flatten(), torch.nn.Linear(2, 1)
+        return torch.nn.Sequential(*layers)
+
+    def loss(self, model, share):
+        return model(share[:, None]).square().mean()
+
+    def quality(self, model):
+        return float(self.loss(model, torch.arange(16)).detach())
+"""
+
+
+def test_a_method_that_refuses_the_task_is_left_out_and_the_others_are_trained(tmp_path):
+    (tmp_path / "mine.py").write_text(ROWS)
+    args = ["--task", "mine:Rows", "--seeds", "2", "--out", "out"]
+    out, err = grace_program("bench", "train", *args, "--methods", "powersgd,none", cwd=tmp_path)
+    assert err == ""
+    assert "Left out: powersgd: " in out
+    saved = results.load(tmp_path / "out")
+    assert [row["method"] for row in saved.rows] == ["none"]
+    assert len(saved.rows[0]["runs"]) == 2
+    assert saved.complete
+    why = saved.settings["skipped"]["powersgd"]
+    assert "is sparse, and powersgd exchanges a variable in several rounds" in why
+    out, err = grace_program("bench", "train", *args, "--methods", "powersgd", cwd=tmp_path, code=1)
+    assert err == f"grace bench train: powersgd: {why}\n"
+
+
 @pytest.mark.alone
 @pytest.mark.skipif(bool(possible()), reason=f"no link can be emulated here: {possible()}")
 def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):

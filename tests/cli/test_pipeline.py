@@ -40,6 +40,8 @@ def test_a_pipeline_is_planned_shown_and_checked(tmp_path):
     shown = run(tmp_path, "show", "plan.json")
     assert shown.strip() in said
     assert plan.summary in shown
+    cells = [cell for row in plan.cells() for cell in row]
+    assert all(cell in shown and cell in str(plan) for cell in cells)
     assert run(tmp_path, "check", "plan.json", "--profile", PROFILE, "-n", "4").startswith("plan.json: ")
     assert "for 4 ranks, and there are 3" in run(tmp_path, "check", "plan.json", "-n", "3", code=2)
     other = PROFILE.replace("gnmt", "vgg16")

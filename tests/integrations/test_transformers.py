@@ -165,10 +165,12 @@ def test_the_last_round_takes_what_another_callback_sets_at_the_end(tmp_path):
             for p in model.parameters():
                 p.data.fill_(1.0 + 2 * grace.rank())
 
+    best = {"load_best_model_at_end": True, "save_steps": 2}
     with torchrun():
-        model = gpt()
-        trainer(tmp_path, callback(None, outer="none", period=5), Average(), model=model).train()
-        assert all(torch.allclose(p.detach(), torch.tensor(2.0)) for p in model.parameters())
+        for choices in ({}, best):
+            model = gpt()
+            trainer(tmp_path, callback(None, outer="none", period=5), Average(), model=model, **choices).train()
+            assert all(torch.allclose(p.detach(), torch.tensor(2.0)) for p in model.parameters())
         return parameter_bits(model)
 
 

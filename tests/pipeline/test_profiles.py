@@ -62,7 +62,14 @@ def test_nodes_of_profiles_are_put_in_order():
     [
         ([], "needs the field graph"),
         ({"graph": 7}, "version 7"),
-        ({"graph": 1, "nodes": [{"name": "a", "weight": 3}]}, r"nodes\[0\].weight: unknown key"),
+        (
+            {"graph": 1, "nodes": [{"name": "a", "weight": 3}]},
+            r"nodes\[0\].weight: unknown key.*; known: name, inputs, ",
+        ),
+        (
+            {"graph": 1, "nodes": [], "variables": [{"name": "w", "shape": [1], "sprase": True}]},
+            r"variables\[0\].sprase: unknown key \(did you mean 'sparse'\?\); known: name, shape, ",
+        ),
         ({"graph": 1, "nodes": []}, "KeyError"),
         ({"graph": 1, "rows": 1, "inputs": {}, "outputs": [], "nodes": []}, "at least one node"),
     ],

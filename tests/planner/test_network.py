@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grace.core.route import DIRECT_BYTES
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.costs import Curve
-from grace.planner.network import DIRECT_BYTES, KINDS, Links, MeasuredNetwork, steps_of
+from grace.planner.network import KINDS, Links, MeasuredNetwork, steps_of
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 
 GIGABYTE = Links(bandwidth=1e9, latency=1e-4)

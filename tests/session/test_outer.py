@@ -486,6 +486,31 @@ def test_a_scaler_that_was_not_given_is_named_when_it_skips_a_step_of_one_rank()
         trained()
 
 
+class Estimating(torch.optim.SGD):
+    """An optimizer that estimates its step size from the gradients that it has seen, as Prodigy does."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.05)
+        self.param_groups[0]["d"] = 1e-6
+
+    def step(self, closure=None):
+        super().step(closure)
+        (group,) = self.param_groups
+        group["d"] += sum(float(p.grad.norm()) for p in group["params"])
+
+
+@on_ranks(2)
+def test_an_optimizer_that_estimates_a_hyperparameter_is_refused_at_the_first_round():
+    model = net()
+    optimizer = distributed(model, inner=Estimating, outer="none", period=2)
+    said = refusal(lambda: train(model, optimizer, range(4)), kind=StepError)
+    assert "rank 0 has optimizer Estimating, param group 0, d " in said
+    assert "An optimizer that estimates it from gradients (Prodigy, D-Adaptation) needs those of all ranks" in said
+    assert optimizer._grace.context.step == 2
+    optimizer.close()
+    train(model, distributed(model, inner=Estimating), range(4))
+
+
 @on_ranks(2)
 def test_ranks_with_other_numbers_of_iterations_are_told_so():
     model = net()

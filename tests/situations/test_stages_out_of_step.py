@@ -1,5 +1,6 @@
 """A rank of a pipeline leaves something out, or is given something else: all ranks are told; nothing has changed."""
 
+import subprocess
 import warnings
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 import grace
+from tests.support.engine_pools import command, environment
+from tests.support.limits import HANGS
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
 
@@ -158,3 +161,42 @@ def test_a_batch_that_one_rank_refuses_is_refused_on_all_ranks(inputs):
     words = "call it with the model's arguments and then the target"
     assert said.startswith(words if second else f"rank 1 refused its batch: {words}")
     return engine.step(x, y).item()
+
+
+CATCHES = """
+import torch, grace
+
+class Loss:
+    calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("not with this batch")
+        return torch.nn.functional.mse_loss(output, target)
+
+grace.init()
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+x, y = torch.ones(8, 6), torch.ones(8, 4)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+engine = grace.torch.Pipeline(model, x, Loss(), optimizer=sgd, microbatches=2, stages=2, profiles=False)
+for step in range(4):
+    try:
+        engine.step(x, y)
+    except ValueError as error:  # of the last stage alone
+        print("caught", error)
+print("ended well")
+"""
+
+
+def test_a_stage_that_catches_its_error_cannot_go_on_and_keep_the_others_waiting(tmp_path):
+    (tmp_path / "train.py").write_text(CATCHES)
+    line = command("torchrun", 2, str(tmp_path / "train.py"))
+    env = {**environment(), "GRACE_TIMEOUT": "30"}
+    done = subprocess.run(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS)
+    assert done.returncode
+    assert "caught not with this batch" in done.stdout
+    said = "a call of this pipeline has failed on this rank: ValueError: not with this batch. Other stages wait"
+    assert said in done.stdout
+    assert "ended well" not in done.stdout
+    assert "no answer from the other ranks" not in done.stdout

@@ -1,5 +1,6 @@
 """Optimizers as people write them: each of their steps is exchanged once, and all ranks' gradients count."""
 
+import warnings
 from collections import OrderedDict
 from types import MethodType
 
@@ -206,6 +207,41 @@ def in_backward():
 
 
 ENGINES = pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+
+
+@on_ranks(2)
+def test_a_step_by_gradients_that_are_not_exchanged_yet_is_warned_of_once():
+    """The first step of SAM: under DDP all ranks would go the same way."""
+
+    def warned(first):
+        model = net()
+        optimizer = grace.DistributedOptimizer(sharp(model.parameters()), model.named_parameters(), compressor="none")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for step in range(3):
+                first(model, optimizer, step)
+                optimizer.first_step()
+                loss_of(model, step).backward()
+                optimizer.second_step()
+        return [(one.category.__name__, one.message.args[0], one.filename == __file__) for one in found]
+
+    def plain(model, optimizer, step):
+        loss_of(model, step).backward()
+
+    def of_means(model, optimizer, step):
+        plain(model, optimizer, step)
+        optimizer.synchronize()
+
+    def of_its_own(model, optimizer, step):
+        with optimizer.no_sync():
+            plain(model, optimizer, step)
+
+    ((kind, said, here),) = warned(plain)
+    assert (kind, here) == ("UserWarning", True)
+    assert "was changed between backward() and zero_grad()" in said
+    assert "optimizer.synchronize()" in said
+    assert "optimizer.no_sync()" in said
+    assert warned(of_means) == warned(of_its_own) == []
 
 
 @ENGINES

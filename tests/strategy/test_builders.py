@@ -37,6 +37,20 @@ def groups(plans):
     return {p.variable.name: (p.sizes, [part.sync.group for part in p.parts]) for p in plans}
 
 
+def test_ps_builders_have_the_parameters_of_the_communicator():
+    expected = known("communicator")["reduce_broadcast"].parameters()
+    for name in ("ps", "ps_load_balancing", "partitioned_ps", "parallax"):
+        parameters = known("builder")[name].parameters()
+        assert {key: parameters.get(key) for key in expected if key != "destination"} == {
+            key: default for key, default in expected.items() if key != "destination"
+        }
+        changed = {"sync": False, "local_replication": True, "ahead": 3}
+        plans = make("builder", {"name": name, **changed}).build(LIST, OneNode(2)).plans
+        options = [part.sync.options for p in plans for part in p.parts if part.sync.type == "reduce_broadcast"]
+        assert options
+        assert all(option[key] == value for option in options for key, value in changed.items())
+
+
 def test_ps_sends_everything_to_one_rank():
     plans = built("ps")
     assert {part.sync.destination for p in plans for part in p.parts} == {0}

@@ -21,6 +21,8 @@ def show(console: Console, results: Results) -> None:
         console.print(results_table(rows, results.settings))
     if tables:
         console.print(f"\n{advice(results.settings)}", markup=False)
+    for name, reason in results.settings.get("skipped", {}).items():
+        console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
 
 
 def results_table(rows: list[Row], task: Settings) -> Table:

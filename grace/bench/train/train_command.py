@@ -12,6 +12,7 @@ import numpy as np
 import typer
 
 from grace.bench.common import options
+from grace.bench.common.ending import WorkerError
 from grace.bench.common.events import Event
 from grace.bench.common.options import option
 from grace.bench.common.progress import ScenarioBars
@@ -136,6 +137,10 @@ class TrainSettings:
                 raise ConfigError(f"the learning rate of {method} must be above 0 and finite, not {rate}")
         check_links(self.ranks, self.bandwidths)
 
+    def name_of(self, method: str, optimizer: str) -> str:
+        """Return the name of a method in messages: with the optimizer, if there are several."""
+        return method if len(self.optimizers) == 1 else f"{method}, {optimizer}"
+
     def use_quick_epochs(self) -> None:
         """Train for as many epochs as show that methods learn, unless the user has set another number."""
         self.epochs = self.epochs or self.facts["quick_epochs"]
@@ -192,6 +197,8 @@ def run(settings: TrainSettings, out: Path | None) -> BenchmarkRun:
             for rate in settings.bandwidths:
                 add = TrainRows(settings, running, bars, rate).add
                 run_scenario(["-m", "grace.bench.train.train_rank"], settings, [], settings.ranks, rate, add)
+        if not running.results.rows:
+            raise WorkerError("; ".join(f"{name}: {why}" for name, why in running.results.settings["skipped"].items()))
 
     return running.measure(measure)
 
@@ -208,6 +215,7 @@ class TrainRows:
         """Add an event of the ranks; see :mod:`grace.bench.train.train_rank`."""
         settings, results, rate = self.settings, self.running.results, self.rate
         self.bars.show(scenario(settings.ranks, rate), event)
+        results.settings |= event.get("facts", {})
         if "run" not in event:
             return
         run = event["run"]
@@ -215,7 +223,7 @@ class TrainRows:
         results.settings["parameters"] = run["parameters"]
         results.rows = [*self.rows_before, *summarize(self.runs, settings, rate)]
         self.running.save()
-        name = run["method"] if len(settings.optimizers) == 1 else f"{run['method']}, {run['optimizer']}"
+        name = settings.name_of(run["method"], run["optimizer"])
         where = "" if rate is None else f", {show_rate(rate)}"
         quality = f"{results.settings['metric']} {shown(run['quality'], results.settings)}"
         self.running.console.print(f"{name}, seed {run['seed']}{where}: {quality}", markup=False)

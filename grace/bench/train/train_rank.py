@@ -2,7 +2,8 @@
 
 Usage: python -m grace.bench.train.train_rank FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl:
 
-    {"blocks": n}          the number of epochs that follow
+    {"blocks": n}          the number of epochs of all runs
+    {"facts", "blocks"}    methods that refuse the task, with reasons; the number of epochs without them
     {"quality"}            after each epoch
     {"run": {...}}         after each run
 """
@@ -20,6 +21,7 @@ from grace.bench.workloads.task import Task, in_optimizer
 from grace.bench.workloads.tasks import task_class
 from grace.bench.workloads.torch_tasks import Trainer
 from grace.communicators.choice import build_communicator
+from grace.errors import ConfigError, ExchangeError, RankError
 from grace.session.hyperparameters import momentum_owners
 
 WARMUP_STEPS = 3
@@ -94,9 +96,22 @@ def main(folder: str) -> None:
     with join_run(folder, TrainSettings) as (settings, _, emit):
         task = task_class(settings.task, settings.size)()
         runs = list(itertools.product(settings.optimizers, settings.methods, settings.seeds))
-        emit({"blocks": len(runs) * (settings.epochs or task.epochs)})
+        epochs = settings.epochs or task.epochs
+        skipped: dict[str, str] = {}
+        emit({"blocks": len(runs) * epochs})
         for optimizer, method, seed in runs:
-            train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
+            name = settings.name_of(method, optimizer)
+            if name in skipped:
+                continue
+            try:
+                train(method, optimizer, seed, settings, task, limit=WARMUP_STEPS)
+            except (ConfigError, RankError) as error:
+                if isinstance(error, ExchangeError):  # else all ranks refuse the method, and none waits for this one
+                    raise
+                skipped[name] = str(error).splitlines()[0]
+                left = len(runs) - len(skipped) * len(settings.seeds)
+                emit({"facts": {"skipped": skipped}, "blocks": left * epochs})
+                continue
             run = train(method, optimizer, seed, settings, task, report=lambda quality: emit({"quality": quality}))
             emit({"run": run})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grace.core import documents
 from grace.core.atomic_files import atomic_write
-from grace.core.quantities import align_columns, show_bytes
+from grace.core.quantities import align_columns, show_bytes, show_ms
 from grace.core.schema_words import read_record
 from grace.core.version import __version__
 from grace.errors import ConfigError
@@ -16,6 +16,9 @@ from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.schedules import schedule_error
 
 VERSION = 1
+HEADINGS = ("stage", "nodes", "ranks", "ms", "exchange", "weights", "sends", "memory")
+"""Headings of a stage's cells."""
+LEGEND = "ms: forward + backward of a micro-batch on a rank; exchange: of gradients, in ms; sends: for a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -190,16 +193,24 @@ class Plan:
         """
         return cls.from_dict(documents.parse(documents.read(Path(path)), str(path), only_json=True), str(path))
 
-    def __str__(self) -> str:
-        """Return the plan as a table."""
-        head = "stage", "nodes", "ranks", "forward ms", "backward ms", "exchange ms", "sends MB", "parameters MB"
-        rows: list[tuple[str, ...]] = [head]
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the stages as text, under :data:`HEADINGS`."""
+        rows = list[tuple[str, ...]]()
         for i, stage in enumerate(self.stages):
             ends = stage.nodes[0] if len(stage.nodes) == 1 else f"{stage.nodes[0]} .. {stage.nodes[-1]}"
-            times = [f"{1e3 * seconds:.3f}" for seconds in (stage.forward, stage.backward, stage.exchange)]
-            sizes = [f"{nbytes / 1e6:.3f}" for nbytes in (stage.sent, stage.parameters)]
-            rows.append((str(i), f"{ends} ({len(stage.nodes)})", ", ".join(map(str, stage.ranks)), *times, *sizes))
-        return "\n".join([*align_columns(rows), self.summary])
+            seconds = stage.forward, stage.backward, stage.exchange
+            forward, backward, exchange = (show_ms(one).removesuffix(" ms") for one in seconds)
+            sent, returned, weights = (show_bytes(one, 3) for one in (stage.sent, stage.returned, stage.parameters))
+            sends = f"{sent}, {returned} back" if i + 1 < len(self.stages) else ""
+            memory = show_bytes(self.memory[stage.ranks[0]], 3) if self.memory else ""
+            ranks = ", ".join(map(str, stage.ranks))
+            nodes = f"{ends} ({len(stage.nodes)})"
+            rows.append((str(i), nodes, ranks, f"{forward} + {backward}", exchange, weights, sends, memory))
+        return rows
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        return "\n".join([*align_columns([HEADINGS, *self.cells()]), LEGEND, self.summary])
 
     @property
     def summary(self) -> str:

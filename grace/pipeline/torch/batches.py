@@ -126,13 +126,19 @@ def _broadcast_tensors(
 
 
 def gather_outputs(
-    outputs: Sequence[Sequence[object]], axes: Sequence[int | None], mesh: Mesh, every: bool, by_replica: bool
+    outputs: Sequence[Sequence[object]],
+    axes: Sequence[int | None],
+    summed: Sequence[bool],
+    mesh: Mesh,
+    every: bool,
+    by_replica: bool,
 ) -> list[object]:
     """Gather the flat outputs of all micro-batches as those of one batch, on every rank.
 
     Args:
         outputs: outputs of this rank's micro-batches, if it has the last stage.
         axes: the dimension of rows of each output; None if it has no rows.
+        summed: True for each output that is a sum over rows.
         mesh: the pipeline's ranks.
         every: True for the outputs of all replicas, in the order of the batch, instead of this rank's replica.
         by_replica: True if each replica has a batch of its own, and the whole batch is their concatenation.
@@ -144,7 +150,8 @@ def gather_outputs(
     # a batch of all replicas was cut into micro-batches first, and each of them by replicas
     in_order = wanted if by_replica else zip(*wanted, strict=True)
     chunks = [chunk for one in in_order for chunk in one]
-    return [_concatenate(parts, axis) for parts, axis in zip(zip(*chunks, strict=True), axes, strict=True)]
+    outputs_of_chunks = zip(zip(*chunks, strict=True), axes, summed, strict=True)
+    return [_concatenate(parts, axis, is_sum) for parts, axis, is_sum in outputs_of_chunks]
 
 
 def _broadcast_outputs(outputs: Sequence[Sequence[object]], rank: int, mesh: Mesh) -> list[list[object]]:
@@ -160,15 +167,19 @@ def _broadcast_outputs(outputs: Sequence[Sequence[object]], rank: int, mesh: Mes
     return [[next(tensors) if isinstance(kind, _TensorKind) else kind for kind in chunk] for chunk in received]
 
 
-def _concatenate(parts: Sequence[object], axis: int | None) -> object:
-    """Concatenate the rows of all micro-batches; average values that have no rows and differ. A value that is no tensor
-    is the same for all."""
+def _concatenate(parts: Sequence[object], axis: int | None, is_sum: bool) -> object:
+    """Concatenate the rows of all micro-batches; add up sums over rows; average other values that have no rows and
+    differ. A value that is no tensor is the same for all."""
     tensors = [one for one in parts if isinstance(one, torch.Tensor)]
     if not tensors:
         return parts[0]
     if axis is not None:
         return torch.cat(tensors, axis)
-    if all(torch.equal(one, tensors[0]) for one in tensors):  # a weight, or a count of layers
+    if not is_sum and all(torch.equal(one, tensors[0]) for one in tensors):  # a weight, or a count of layers
         return tensors[0]
     dtype = tensors[0].dtype
-    return torch.stack(tensors).to(torch.promote_types(dtype, torch.float64)).mean(0).to(dtype)
+    every = torch.stack(tensors)
+    if is_sum and not (dtype.is_floating_point or dtype.is_complex):
+        return every.sum(0).to(dtype)
+    wide = every.to(torch.promote_types(dtype, torch.float64))
+    return (wide.sum(0) if is_sum else wide.mean(0)).to(dtype)

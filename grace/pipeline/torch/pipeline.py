@@ -17,7 +17,7 @@ from grace.backends.object_collectives import from_root
 from grace.backends.runtime import current
 from grace.backends.topology import Topology, node_name
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.pipeline_plan import Plan
@@ -39,8 +39,15 @@ from grace.pipeline.torch.plan_search import (
     update_seconds,
 )
 from grace.pipeline.torch.point_to_point import run_forward, run_schedule
-from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key
-from grace.pipeline.torch.stage_gradients import Gradients, Loss, check_options, chosen_strategy
+from grace.pipeline.torch.stage_builder import BuiltStage, evaluation_stages, shape_key, sums_of_rows
+from grace.pipeline.torch.stage_gradients import (
+    MEAN_OF_LOSSES,
+    Gradients,
+    Loss,
+    check_mean,
+    check_options,
+    chosen_strategy,
+)
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
 from grace.session.agreement import failing_together
@@ -160,6 +167,7 @@ class Pipeline:
             )
         check_plain_model(model)
         check_options(options, model)
+        check_mean(loss_fn)
         self.model = model
         self.loss_fn = loss_fn
         self.make_optimizer = optimizer
@@ -174,6 +182,8 @@ class Pipeline:
         """False within ``no_sync()``."""
         self._pending = False
         """True if gradients were accumulated that are not exchanged yet."""
+        self._failure = ""
+        """Error that ended a call of this rank in the middle; empty if there was none."""
         self._built: dict[Hashable, BuiltStage] = {}
         self.plan: Plan | None = None
         self.steps = 0
@@ -192,6 +202,8 @@ class Pipeline:
             with failing_together(self.backend, "a pipeline"):
                 check_optimizer_state_whole(self.make_optimizer)
                 batch = CapturedBatch(self.model, args, kwargs, self.whole)
+                if self.loss_fn is None and any(sums_of_rows(batch)):
+                    raise ConfigError(f"the model returns a sum over rows for its loss, and {MEAN_OF_LOSSES}")
             self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
             self._cut_modes = modes_of(self.model)
             # 2. read or search the plan, the same on all ranks
@@ -286,9 +298,29 @@ class Pipeline:
 
     def _begin_call(self, args: Args, kwargs: Kwargs, targeted: bool) -> Work:
         """Return this rank's work in a call, which the ranks have compared. ``targeted`` is True if the last of
-        ``args`` is the target, provided that there is a loss function."""
+        ``args`` is the target, provided that there is a loss function.
+
+        Raises:
+            ExchangeError: a former call failed on this rank, in the middle of the messages between stages.
+        """
+        if self._failure:
+            raise ExchangeError(
+                f"a call of this pipeline has failed on this rank: {self._failure}. Other stages wait for its "
+                "messages, so it cannot go on: end the program on all ranks, and resume from a checkpoint"
+            )
         mode = (1 + self._exchanging) if self.training else 0
         return self.comparison.compare(lambda: self._prepare(args, kwargs, targeted), mode, self.gradients)
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Return a context for the stages' messages. An error in it, as of the loss function, leaves other ranks
+        waiting for this one. In a further call all would wait for each other, until the timeout."""
+        try:
+            yield
+        except BaseException as error:
+            if self.mesh.channel is not None:  # else there is no other rank
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
 
     def _prepare(self, args: Args, kwargs: Kwargs, targeted: bool) -> tuple[Work, Hashable, Sequence[object]]:
         """Return this rank's work in a call, and the shapes and values of the batch that the ranks compare."""
@@ -372,7 +404,8 @@ class Pipeline:
         with self.mesh.naming_failed_rank(f"step {self.steps} of the pipeline"):
             built, chunks, targets = self._begin_call(args, kwargs, True)
             self.gradients.start_loss_scale(self.device)
-            losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
+            with self._noting_failure():
+                losses = run_schedule(self.plan.schedule, built.stage, chunks, targets, self._make_loss(built))
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
         with torch.no_grad():
@@ -544,8 +577,8 @@ class Pipeline:
         return self.train(False)
 
     def evaluate(self, *args: object, gather: bool = False, **kwargs: object) -> Any:
-        """Return the model's outputs, without gradients, on every rank: rows of all micro-batches. Outputs that have no
-        rows, such as a loss, are averaged over micro-batches.
+        """Return the model's outputs, without gradients, on every rank: rows of all micro-batches. Sums over rows are
+        added up, and other outputs that have no rows, such as a mean loss, are averaged over micro-batches.
 
         Args:
             args, kwargs: arguments of the model, without a target.
@@ -555,8 +588,10 @@ class Pipeline:
             self._cut(args, kwargs)
         with self.mesh.naming_failed_rank("the pipeline's evaluation"):
             built, chunks, _ = self._begin_call(args, kwargs, False)
-            outputs = run_forward(built.stage, chunks)
+            with self._noting_failure():
+                outputs = run_forward(built.stage, chunks)
         by_replica = self.inputs == "replica"
         # a rank that passed the whole batch gets the outputs of the whole batch
         every = gather or not by_replica
-        return built.output(gather_outputs(outputs, built.output_axes, self.mesh, every, by_replica))
+        found = gather_outputs(outputs, built.output_axes, built.summed_outputs, self.mesh, every, by_replica)
+        return built.output(found)

@@ -169,14 +169,9 @@ def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> Optimiz
     every: list[_LocalState | None] = tensors.mesh.backend.allgather_object(local)
     received = [one for one in every if one is not None]
     order = {name: i for i, (name, _) in enumerate(tensors.model.named_parameters())}
-    # Groups of equal settings on several stages were one group of the user's function.
     merged: list[_Group] = []
-    for settings, own in (group for _, groups, _ in received for group in groups):
-        same = next((names for known, names in merged if known == settings), None)
-        if same is None:
-            same = []
-            merged.append((settings, same))
-        same += [name for name in own if name not in same]
+    for _, groups, _ in received:
+        _merge_groups(merged, groups)
     # reversed: of a tied parameter the first stage's state counts
     by_name = {name: value for state, _, _ in reversed(received) for name, value in state.items()}
     names = [name for _, own in merged for name in sorted(own, key=order.__getitem__)]
@@ -187,6 +182,20 @@ def optimizer_state_dict(tensors: StageTensors, gradients: Gradients) -> Optimiz
         "names": names,
         "grace": _merge_states([remembered for _, _, remembered in received]),
     }
+
+
+def _merge_groups(merged: list[_Group], groups: Sequence[_Group]) -> None:
+    """Merge the parameter groups of one more stage: groups of equal settings on several stages were one group of the
+    user's function, and on one stage they are several."""
+    free = list(merged)
+    for settings, own in groups:
+        found = next((one for one in free if one[0] == settings), None)
+        if found is None:
+            found = settings, []
+            merged.append(found)
+        else:
+            free.remove(found)
+        found[1].extend(name for name in own if name not in found[1])
 
 
 def _local_optimizer_state(tensors: StageTensors, gradients: Gradients) -> _LocalState | None:

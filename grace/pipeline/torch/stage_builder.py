@@ -17,6 +17,12 @@ from grace.pipeline.torch.batches import has_rows
 from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.point_to_point import Crossing, PointToPointStage
 
+SUMS = ("aten::sum", "aten::nansum", "aten::count_nonzero")
+SAME_VALUE = ("aten::to", "aten::_to_copy", "aten::detach", "aten::alias", "aten::clone")
+"""Operators that sum, and those that pass a sum on."""
+SUM_REDUCTION = 2
+"""Value of ``reduction="sum"`` in operators of losses."""
+
 
 @dataclass(frozen=True)
 class StageSpec:
@@ -117,6 +123,8 @@ class BuiltStage:
         self.captured = micro_batch.captured
         self.output_axes = _output_axes(micro_batch) if evaluates else []
         """Dimension of rows of each flat output, None if it has no rows; known in evaluation only."""
+        self.summed_outputs = sums_of_rows(micro_batch) if evaluates else []
+        """For each flat output, True if it is a sum over rows; known in evaluation only."""
         specs = stage_specs(micro_batch.atoms, nodes)
         self.spec = specs[mesh.stage]
         is_last = self.spec is specs[-1]
@@ -228,6 +236,67 @@ def _output_axes(micro_batch: CapturedBatch) -> list[int | None]:
     except ConfigError:  # the model takes batches of this size only
         return [0 if shape else None for shape in shapes]
     return [_doubled_axis(value_of.get(name), double_value_of.get(name)) for name in names]
+
+
+def sums_of_rows(micro_batch: CapturedBatch) -> list[bool]:
+    """Return for each flat output of a model True if it is a sum over rows to which each row adds by itself: the sum of
+    a batch is then the sum over its micro-batches."""
+    outputs = micro_batch.captured.outputs
+    sums = [_summing_node(one) if isinstance(one, fx.Node) else None for one in outputs]
+    if not any(sums):
+        return [False] * len(outputs)
+    value_of = micro_batch.atoms.values_by_name
+    try:
+        double_value_of = _doubled_values(micro_batch)
+    except ConfigError:  # the model takes batches of this size only
+        return [False] * len(outputs)
+
+    def has_row_axis(node: fx.Node) -> bool:
+        """Return True if the node's value, or one of several, doubles with the batch in one dimension."""
+        values, doubles = (pytree.tree_leaves(known.get(node.name)) for known in (value_of, double_value_of))
+        return any(_doubled_axis(one, double) is not None for one, double in zip(values, doubles, strict=False))
+
+    rows = {node.name: has_row_axis(node) for node in micro_batch.atoms.order}
+
+    def loses_rows(node: fx.Node) -> bool:
+        """Return True if the node makes one value of all rows."""
+        return not rows.get(node.name, False) and any(rows.get(one.name, False) for one in node.all_input_nodes)
+
+    # A value of all rows among those that a sum is made of, as the sum of weights, belongs to this micro-batch alone.
+    return [node is not None and loses_rows(node) and not any(map(loses_rows, _ancestors(node))) for node in sums]
+
+
+def _summing_node(node: fx.Node) -> fx.Node | None:
+    """Return the node that sums what a node returns, before its dtype is changed; None if it is no sum."""
+    while _operator(node) in SAME_VALUE:
+        node = node.all_input_nodes[0]  # beside it there may be a tensor whose dtype it takes
+    if _operator(node) in SUMS:
+        return node
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "reduction" not in names:
+        return None
+    place = names.index("reduction")
+    reduction = node.args[place] if place < len(node.args) else node.kwargs.get("reduction")
+    return node if reduction == SUM_REDUCTION else None
+
+
+def _operator(node: fx.Node) -> str:
+    """Return the name of a node's operator of torch, without its overload; empty for other functions."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes that a node's value is computed from."""
+    found = set[fx.Node]()
+    todo = list(node.all_input_nodes)
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += one.all_input_nodes
+    return found
 
 
 def _make_crossing(name: str, value: object, axes: Mapping[str, int | None], equal: bool) -> Crossing:

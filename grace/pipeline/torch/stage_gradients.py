@@ -1,6 +1,7 @@
 """The gradients of a rank's stage, from the end of a schedule to the optimizer's step."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,23 @@ INSTEAD = {
     "backward_passes_per_step": "accumulate under `with engine.no_sync():`",
     "resources": "builders of strategies get the replicas of each stage, and the nodes that they are on",
 }
+
+
+MEAN_OF_LOSSES = (
+    "a pipeline averages losses over micro-batches and replicas, so it would change with their numbers: return the "
+    "mean over rows (reduction='mean'), and choose the learning rate for it"
+)
+
+
+def check_mean(loss_fn: object) -> None:
+    """Refuse a loss function of torch that says that it sums over rows.
+
+    Raises:
+        ConfigError: it has ``reduction="sum"``.
+    """
+    keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    if "sum" in (getattr(loss_fn, "reduction", None), keywords.get("reduction")):
+        raise ConfigError(f"loss_fn sums over rows, and {MEAN_OF_LOSSES}")
 
 
 def check_options(options: Mapping[str, object], model: torch.nn.Module) -> None:

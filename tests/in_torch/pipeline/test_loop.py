@@ -1,12 +1,14 @@
 """A user's own loop over a pipeline is that of one process."""
 
 import copy
+import functools
 import warnings
 from unittest import mock
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
 import grace
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch, pipeline, rows, sgd
@@ -168,6 +170,75 @@ def test_outputs_are_those_of_the_model_in_evaluation(name, gather):
     leaves = torch.utils._pytree.tree_leaves
     for a, b in zip(leaves(outputs), leaves(expected), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Measured(torch.nn.Module):
+    """Outputs without rows: sums over rows, means, and neither. There are as many classes as rows of a micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)
+
+    def forward(self, x, y):
+        out = self.two(torch.tanh(self.one(x)))
+        errors = (out - y).square()
+        right = out.argmax(1) == y.argmax(1)
+        weights = y.argmax(1) + 1.0
+        return {
+            "out": out,
+            "sums": {
+                "errors": errors.sum(),
+                "mse": F.mse_loss(out, y, reduction="sum"),
+                "entropy": F.cross_entropy(out, y.argmax(1), reduction="sum"),
+                "right": right.sum(),
+                "as float": right.float().sum(),
+                "right as float": right.sum().double(),
+                "by class": errors.sum(0),
+            },
+            "means": {"errors": errors.mean(), "of classes": errors.mean(0).sum(), "norm": self.two.weight.sum()},
+            "of this micro-batch": {"weighted": (weights / weights.sum() * errors.mean(1)).sum()},
+        }
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@on_ranks(4)
+def test_sums_over_rows_are_those_of_the_batch_in_evaluation(gather):
+    torch.manual_seed(0)
+    model = Measured()
+    x, y = torch.randn(16, 6), torch.randn(16, 4)
+    loss = lambda outputs, target: F.mse_loss(outputs["out"], target)  # noqa: E731
+    options = {"optimizer": sgd, "microbatches": 2, "stages": 2, "profiles": False}
+    engine = grace.torch.Pipeline(copy.deepcopy(model), (x[:8], y[:8]), loss, **options).eval()
+    own = slice(8 * engine.replica, 8 * engine.replica + 8)
+    got = engine(x[own], y[own], gather=gather)
+    whole = slice(None) if gather else own
+    expected = model(x[whole], y[whole])
+    for kind in ("sums", "means"):
+        torch.testing.assert_close(got[kind], expected[kind], msg=kind)
+    micro_batches = zip(x[whole].split(4), y[whole].split(4), strict=True)
+    every = [model(*part)["of this micro-batch"]["weighted"] for part in micro_batches]
+    torch.testing.assert_close(got["of this micro-batch"]["weighted"], torch.stack(every).mean())
+
+
+class Summed(torch.nn.Module):
+    """A loss that is a sum over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.two(torch.tanh(self.one(x))), y, reduction="sum")
+
+
+@on_ranks()
+def test_losses_that_are_sums_are_refused():
+    x, y = torch.randn(8, 6), torch.randn(8, 4)
+    for loss in (torch.nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")):
+        said = refusal(grace.torch.Pipeline, made("FewParameters"), x, loss, optimizer=sgd)
+        assert said.startswith("loss_fn sums over rows, and a pipeline averages losses over micro-batches")
+    said = refusal(grace.torch.Pipeline, Summed(), (x, y), optimizer=sgd, microbatches=2, stages=2)
+    assert said.startswith("the model returns a sum over rows for its loss, and a pipeline averages losses")
 
 
 def scaled_steps():

@@ -60,7 +60,7 @@ def test_what_ranks_broadcast_lies_on_their_devices():
     engine.mesh.device, engine.mesh.channel = torch.device("meta"), Noted()
     engine.parameter(next(iter(engine.tensors.parameter_holders)))
     broadcast_batch(engine.mesh, lambda: [torch.ones(4, 2)])
-    gather_outputs([[torch.ones(4, 2)]], [0], engine.mesh, every=True, by_replica=True)
+    gather_outputs([[torch.ones(4, 2)]], [0], [False], engine.mesh, every=True, by_replica=True)
     assert sent == ["meta"] * 3
 
 
@@ -97,6 +97,35 @@ def test_the_state_loads_in_a_plain_program_and_on_another_plan():
         optimizer.step()
     assert close(model.state_dict(), end)
     assert close(resumed("TiedEmbedding", state, {"cuts": ["linear"]}), end)
+
+
+def in_two_groups(parameters):
+    """Weights and biases apart, for which a schedule may choose other rates later."""
+    own = list(parameters)
+    both = [p for p in own if p.ndim > 1], [p for p in own if p.ndim == 1]
+    return torch.optim.SGD([{"params": group} for group in both], lr=0.05, momentum=0.9)
+
+
+@on_ranks()
+def test_groups_of_equal_settings_stay_apart():
+    settings = {"stages": 2, "optimizer": in_two_groups}
+    state, _ = saved("Residual", settings)
+    model = made("Residual")
+    model.load_state_dict(state[0])
+    optimizer = in_two_groups(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(state[1]))
+    engine = pipeline("Residual", **settings)
+    engine.load_state_dict(state[0])
+    engine.load_optimizer_state_dict(state[1])
+    for trained in (optimizer, engine.optimizer):
+        trained.param_groups[1]["lr"] = 0.2
+    for step in (2, 3):
+        optimizer.zero_grad()
+        args, _, target = batch("Residual", step)
+        loss_fn(model(*args), target).backward()
+        optimizer.step()
+    run_steps(engine, "Residual", range(2, 4))
+    assert close(model.state_dict(), engine.state_dict())
 
 
 @on_ranks(4)

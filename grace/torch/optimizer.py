@@ -408,7 +408,14 @@ def DistributedOptimizer(
         "groups": num_groups if groups is None else groups,
         "grad_scaler": grad_scaler,
         "settings": Settings(
-            reduction, bucket_bytes, group_bytes, seed, sparse_as_dense, broadcast, hierarchical, compress_after
+            reduction=reduction,
+            bucket_bytes=bucket_bytes,
+            group_bytes=group_bytes,
+            seed=seed,
+            sparse_as_dense=sparse_as_dense,
+            broadcast=broadcast,
+            hierarchical=hierarchical,
+            compress_after=compress_after,
         ),
     }
     choices = Choices(compressor, memory, communicator, strategy, resources, outer, period)

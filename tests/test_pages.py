@@ -324,6 +324,12 @@ def test_messages_that_troubleshooting_quotes_are_raised_somewhere():
     assert [part for part in parts if part not in text] == []
 
 
+def test_methods_by_which_memories_tell_something_are_of_their_contract():
+    told = re.findall(r"memory of your own says by `(\w+)\(", (ROOT / "docs" / "logging.md").read_text())
+    assert told
+    assert [name for name in told if not hasattr(grace.Memory, name)] == []
+
+
 def test_every_method_is_in_the_table():
     table = (ROOT / "docs" / "choosing.md").read_text()
     ours = {name for name, cls in grace.known("compressor").items() if cls.__module__.startswith("grace.compressors")}

@@ -19,6 +19,8 @@ import typer
 
 import grace
 from grace.cli import main as cli
+from grace.exchange.bucket import Traffic
+from grace.session.metrics import metrics
 from tests.support.command import grace_command
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import Launched
@@ -322,6 +324,12 @@ def test_messages_that_troubleshooting_quotes_are_raised_somewhere():
     text = source()
     parts = [part.strip() for message in quoted for part in message.split("...")]
     assert [part for part in parts if part not in text] == []
+
+
+def test_every_metric_is_in_the_table():
+    table = (ROOT / "docs" / "logging.md").read_text()
+    missing = [name for name in metrics(None, Traffic()) if f"| `{name}` |" not in table]
+    assert not missing, "the table of docs/logging.md needs a row for each of these"
 
 
 def test_methods_by_which_memories_tell_something_are_of_their_contract():

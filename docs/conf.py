@@ -30,6 +30,9 @@ autodoc_mock_imports = [name for name in FRAMEWORKS if find_spec(name) is None]
 python_maximum_signature_line_length = 100
 napoleon_use_ivar, napoleon_use_rtype = True, False
 
+MODULES = {"tf": "tensorflow", "dist": "torch.distributed"}
+"""Modules by the names that quoted annotations have for them."""
+
 
 def with_links(app, path, parent, source):
     """The repository's own pages link from its root: lead to the site's pages from there, and to nothing else."""
@@ -52,7 +55,8 @@ def with_links(app, path, parent, source):
 
 def as_rst(app, what, name, obj, options, lines):
     """Docstrings indent formulas and write |x|, as people read it: say in reStructuredText what that is."""
-    text, formula = [""] if what in ("attribute", "property") else [], False  # else napoleon looks for "type: text"
+    # Napoleon takes the first line of an attribute for "type: text", unless a comment stands before it.
+    text, formula = ["..", ""] if what in ("attribute", "property") else [], False
     for before, line in zip(["", *lines], lines, strict=False):
         if line and not line.startswith(" "):
             formula = False
@@ -71,7 +75,8 @@ def plain_name(app, env, node, content):
     if node.get("refdomain") != "py":
         return None
     if "." in target:
-        return content if exists(target) else None
+        head, _, rest = target.partition(".")
+        return content if exists(f"{MODULES.get(head, head)}.{rest}") else None
     if node.get("reftype") in ("class", "obj", "exc"):  # in signatures too
         return content
     inside = ".".join(filter(None, (node.get("py:module"), node.get("py:class"), target)))

@@ -53,6 +53,16 @@ def with_links(app, path, parent, source):
     source[0] = re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", link, source[0])
 
 
+def with_parts(app, page, source):
+    """Put Grace's own classes of a kind in the place of ``.. parts:: KIND``."""
+
+    def classes(match):
+        found = [f"{cls.__module__}.{cls.__name__}" for cls in grace.known(match[1]).values()]
+        return "\n".join(f".. autoclass:: {name}" for name in sorted(found) if name.startswith("grace."))
+
+    source[0] = re.sub(r"^\.\. parts:: (\w+)$", classes, source[0], flags=re.M)
+
+
 def as_rst(app, what, name, obj, options, lines):
     """Docstrings indent formulas and write |x|, as people read it: say in reStructuredText what that is."""
     # Napoleon takes the first line of an attribute for "type: text", unless a comment stands before it.
@@ -123,5 +133,6 @@ def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", build_pages, priority=100)  # before pages are looked for
     app.connect("include-read", with_links)
+    app.connect("source-read", with_parts)
     app.connect("missing-reference", plain_name)
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon

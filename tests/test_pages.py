@@ -352,10 +352,7 @@ def test_every_variable_of_the_environment_is_in_the_table():
 
 
 IN_REFERENCE = {
-    "compressor": "compressors",
-    "memory": "memories",
     "communicator": "communicators",
-    "outer": "outer",
     "builder": "strategies",
     "rule": "strategies",
 }

@@ -25,6 +25,15 @@ def conf():
     return module
 
 
+@pytest.mark.parametrize(
+    ("page", "name"), [("compressors", "topk.TopK"), ("memories", "loco.LoCo"), ("outer", "none.NoOuter")]
+)
+def test_the_reference_has_all_parts_of_a_kind(conf, page, name):
+    source = [(ROOT / "docs" / "api" / f"{page}.md").read_text()]
+    conf.with_parts(None, f"api/{page}", source)
+    assert f"\n.. autoclass:: grace.{page}.{name}\n" in source[0]
+
+
 def test_types_in_quotes_are_found_by_the_names_that_modules_import_them_by(conf):
     node = {"refdomain": "py", "reftype": "class", "reftarget": "dist.ProcessGroup"}
     assert conf.plain_name(None, None, node, "text") == "text"

@@ -30,6 +30,9 @@ autodoc_mock_imports = [name for name in FRAMEWORKS if find_spec(name) is None]
 python_maximum_signature_line_length = 100
 napoleon_use_ivar, napoleon_use_rtype = True, False
 
+MODULES = {"tf": "tensorflow", "dist": "torch.distributed"}
+"""Modules by the names that quoted annotations have for them."""
+
 
 def with_links(app, path, parent, source):
     """The repository's own pages link from its root: lead to the site's pages from there, and to nothing else."""
@@ -50,9 +53,20 @@ def with_links(app, path, parent, source):
     source[0] = re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", link, source[0])
 
 
+def with_parts(app, page, source):
+    """Put Grace's own classes of a kind in the place of ``.. parts:: KIND``."""
+
+    def classes(match):
+        found = [f"{cls.__module__}.{cls.__name__}" for cls in grace.known(match[1]).values()]
+        return "\n".join(f".. autoclass:: {name}" for name in sorted(found) if name.startswith("grace."))
+
+    source[0] = re.sub(r"^\.\. parts:: (\w+)$", classes, source[0], flags=re.M)
+
+
 def as_rst(app, what, name, obj, options, lines):
     """Docstrings indent formulas and write |x|, as people read it: say in reStructuredText what that is."""
-    text, formula = [""] if what in ("attribute", "property") else [], False  # else napoleon looks for "type: text"
+    # Napoleon takes the first line of an attribute for "type: text", unless a comment stands before it.
+    text, formula = ["..", ""] if what in ("attribute", "property") else [], False
     for before, line in zip(["", *lines], lines, strict=False):
         if line and not line.startswith(" "):
             formula = False
@@ -71,7 +85,8 @@ def plain_name(app, env, node, content):
     if node.get("refdomain") != "py":
         return None
     if "." in target:
-        return content if exists(target) else None
+        head, _, rest = target.partition(".")
+        return content if exists(f"{MODULES.get(head, head)}.{rest}") else None
     if node.get("reftype") in ("class", "obj", "exc"):  # in signatures too
         return content
     inside = ".".join(filter(None, (node.get("py:module"), node.get("py:class"), target)))
@@ -118,5 +133,6 @@ def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", build_pages, priority=100)  # before pages are looked for
     app.connect("include-read", with_links)
+    app.connect("source-read", with_parts)
     app.connect("missing-reference", plain_name)
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon

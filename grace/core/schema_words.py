@@ -157,9 +157,9 @@ class FileForm:
 
 @functools.cache  # a model has thousands of parts
 def _lower_bounds(form: Any) -> list[tuple[str, int]]:
-    """Return the bounds of a form's whole numbers; those of its other numbers are floats."""
-    bounds = [(name, field.metadata.get("ge")) for name, field in form.__dataclass_fields__.items()]
-    return [(name, low) for name, low in bounds if isinstance(low, int)]
+    """Return the lower bounds of a form's whole numbers, by their names."""
+    whole = [field for field in form.__dataclass_fields__.values() if field.type is int and "ge" in field.metadata]
+    return [(field.name, field.metadata["ge"]) for field in whole]
 
 
 class SpecForm:

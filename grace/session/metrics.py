@@ -21,7 +21,7 @@ the device while it encoded.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from grace.core.compressor import Tensor
 from grace.exchange.bucket import Traffic
@@ -54,6 +54,21 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
     if runner is not None and runner.outer_rounds:
         rounds = runner.outer_rounds
         found |= {"drift_norm": norm(rounds.drifts()), "bytes_round": float(rounds.bytes_round)}
+    return found
+
+
+def add_up(each: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of several runners together, such as those of optimizers for parts of a model.
+
+    >>> parts = {"bytes_sent": 1.0, "bytes_dense": 4.0, "residual_norm": 3.0}, {"bytes_sent": 1.0, "residual_norm": 4.0}
+    >>> add_up(parts)
+    {'bytes_sent': 2.0, 'bytes_dense': 4.0, 'residual_norm': 5.0, 'ratio': 2.0}
+    """
+    found = {}
+    for name in dict.fromkeys(name for one in each for name in one):  # only some may have outer rounds
+        values = [one[name] for one in each if name in one]
+        found[name] = math.hypot(*values) if name.endswith("_norm") else sum(values)
+    found["ratio"] = found["bytes_dense"] / found["bytes_sent"] if found["bytes_sent"] else math.nan
     return found
 
 

@@ -83,6 +83,9 @@ def reduction(op: str | int | None, average: bool | None) -> str:
 class Settings:
     """Settings of the user besides method and strategy, equal on every rank.
 
+    They are arguments of DistributedOptimizer in torch and in Keras, whose files hold them. Settings of torch alone are
+    not among them (docs/adding.md).
+
     Args:
         reduction: mean or sum.
         bucket_bytes: bytes on the wire per collective.

@@ -10,6 +10,7 @@ import reprlib
 import sys
 import zlib
 from collections.abc import Callable, Container, Iterator
+from dataclasses import fields
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -18,6 +19,7 @@ from grace.core.state import Value, Values
 from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
+from grace.session.settings import Settings
 
 VERSION = 2
 """Version of the format that is saved and read."""
@@ -196,14 +198,18 @@ _needed = {
 STATE = _record(_needed, {"ranks": _listed(_state), "plan": _text, "part": _text})
 """Form of a state."""
 _spec = _or_none(_instance_of((str, dict), "a method's spec"))
+_setting_forms: dict[object, Form] = {
+    bool: _yes_or_no,
+    int: _integer(0),
+    int | None: _or_none(_integer(1)),
+}
+"""Forms of the settings of these types."""
 _options = {
+    **{one.name: _setting_forms[one.type] for one in fields(Settings) if one.name != "reduction"},
     **dict.fromkeys(("compressor", "memory", "communicator", "strategy", "resources"), _spec),
-    **dict.fromkeys(("sparse_as_dense", "broadcast", "hierarchical"), _yes_or_no),
     "op": _text,
     "gradient_predivide_factor": _scale,
     "seed": _seed,
-    **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_integer(1))),
-    "compress_after": _integer(0),
     "outer": _spec,
     "period": _or_none(_integer(1)),
 }

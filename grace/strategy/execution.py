@@ -21,13 +21,9 @@ from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
 from grace.strategy.resources import ResourcesArg, cluster_of, to_plain
-from grace.strategy.sync import Sync
 
 StrategyArg = Spec | Path | Strategy | Builder
 """Strategy as users give it: a file's path, a document, the object, or a builder or its spec."""
-ExchangeKey = tuple[Sync, str, str | None, int, Outer | None]
-"""Facts of a part, by which parts share a communicator: its synchronization without the group, the compressor's and
-the memory's spec, the number of uncompressed steps, and the rounds."""
 
 
 class StrategyPlan(ExchangePlan):
@@ -146,8 +142,8 @@ def _is_file(text: str) -> bool:
 
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """Return the shards of all variables; parts with equal exchanges share one communicator."""
-    communicators: dict[ExchangeKey, Communicator] = {}
-    keys: dict[Hashable, ExchangeKey] = {}
+    communicators: dict[ShardPlan, Communicator] = {}
+    keys: dict[Hashable, ShardPlan] = {}
     choosers: dict[tuple[bool, Outer | None], Chooser] = {}
     shards = []
     for plan, variable in zip(strategy.plans, variables, strict=True):
@@ -158,10 +154,10 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
             # Keys are found by identity first: parts of a large model are often one object, and specs take long.
             key = keys.get(id(part))
             if key is None:
-                chosen = part.sync, str(part.compressor), str(part.memory), part.compress_after, part.outer
-                if chosen not in keys:
-                    keys[chosen] = _key(part)
-                key = keys[id(part)] = keys[chosen]
+                written = dataclasses.replace(part, compressor=str(part.compressor), memory=str(part.memory))
+                if written not in keys:
+                    keys[written] = _sharing_key(part)
+                key = keys[id(part)] = keys[written]
             if key not in communicators:
                 communicators[key] = communicator_of(part)
             sync = part.sync
@@ -194,12 +190,13 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     return shards
 
 
-def _key(part: ShardPlan) -> ExchangeKey:
-    sync = dataclasses.replace(part.sync, group=0)
-    return (
-        sync,
-        make("compressor", part.compressor).spec,
-        None if part.memory is None else make("memory", part.memory).spec,
-        part.compress_after,
-        part.rounds,
+def _sharing_key(part: ShardPlan) -> ShardPlan:
+    """Return a part's plan without what parts that share a communicator may differ in, its specs in one form."""
+    return dataclasses.replace(
+        part,
+        sync=dataclasses.replace(part.sync, group=0),
+        compressor=make("compressor", part.compressor).spec,
+        memory=None if part.memory is None else make("memory", part.memory).spec,
+        priority=0,
+        outer=part.rounds,
     )

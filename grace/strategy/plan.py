@@ -6,7 +6,7 @@ Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
@@ -62,17 +62,20 @@ class ShardPlan(FileForm):
         return Outer(period=self.sync.options["period"]) if self.sync.type == ALONE else self.outer
 
     def to_dict(self) -> JsonObject:
-        """Return the part's form in a file, specs in their shortest form, and what is set of the other keys."""
+        """Return the part's form in a file: specs in their shortest form, and further keys only if they are set."""
         compressor = make("compressor", self.compressor)
         memory = make("memory", compressor.traits.memory if self.memory is None else self.memory)
-        return {
+        form: JsonObject = {
             "sync": self.sync.to_dict(),
             "compressor": compressor.spec,
             "memory": memory.spec,
             "priority": self.priority,
-            **({"compress_after": self.compress_after} if self.compress_after else {}),
-            **({"outer": self.outer.to_dict()} if self.outer else {}),
         }
+        for one in fields(ShardPlan):
+            value = getattr(self, one.name)
+            if one.name not in form and value != one.default:
+                form[one.name] = value.to_dict() if isinstance(value, Outer) else value
+        return form
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Keras callbacks for training on several ranks."""
 
 import contextlib
-import math
 from numbers import Real
 
 import keras
@@ -10,6 +9,7 @@ from grace.backends.runtime import current
 from grace.core.arguments import check_keras_backend
 from grace.core.backend import Backend
 from grace.errors import ConfigError
+from grace.session.metrics import add_up
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import accumulators, distributed_in, without_loss_scale
 from grace.tensorflow.session import Session
@@ -192,13 +192,7 @@ class TrafficCallback(keras.callbacks.Callback):
         return distributed_in(self.model.optimizer) if self.source is None else [self.source]
 
     def _numbers(self) -> dict[str, float]:
-        each = [source.metrics() for source in self._sources()]
-        numbers = {}
-        for name in dict.fromkeys(name for one in each for name in one):  # some have outer rounds, and others not
-            values = [one[name] for one in each if name in one]
-            numbers[name] = math.hypot(*values) if name.endswith("_norm") else sum(values)
-        numbers["ratio"] = numbers["bytes_dense"] / numbers["bytes_sent"] if numbers["bytes_sent"] else math.nan
-        return numbers
+        return add_up([source.metrics() for source in self._sources()])
 
 
 class AnchorCallback(keras.callbacks.Callback):

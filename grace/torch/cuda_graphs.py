@@ -6,6 +6,7 @@ memory. The ranks' step stamps are not compared.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,7 @@ from grace.core.component import is_ours
 from grace.core.context import Context
 from grace.core.state import State, Values
 from grace.errors import ConfigError
+from grace.exchange.bucket import Traffic
 from grace.exchange.round_trip import RoundTrip
 from grace.session.step_runner import StepRunner
 from grace.torch.optimizer import HookedSession
@@ -184,7 +186,7 @@ def in_range_flags(trip: RoundTrip) -> list[torch.Tensor]:
 class Counts:
     """The host's counts of a step. A capture must not change them, and each replay must."""
 
-    TRAFFIC = ("steps", "header_bytes", "sent_bytes", "dense_bytes", "elements")
+    TRAFFIC = [one.name for one in dataclasses.fields(Traffic) if one.type is int]
 
     def __init__(self, session: HookedSession):
         self.traffic = session.runner.traffic

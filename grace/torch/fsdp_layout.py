@@ -43,7 +43,8 @@ class ModuleLayout:
         self.names = [names[param.sharded_param] for param in self.params]
         self.mesh: Any = groups[0].mesh_info.mesh if groups else None
         policy = [group.mp_policy for group in groups]
-        self.dtype = policy[0].reduce_dtype or policy[0].param_dtype if policy else None
+        self.reduce_dtype = policy[0].reduce_dtype or policy[0].param_dtype if policy else None
+        """Dtype of reduced gradients, and so of uncompressed wires; None for that of the parameters."""
 
     def pieces(self, flat: torch.Tensor) -> list[Piece]:
         """Return the pieces of the module's trained parameters in a reduced buffer.
@@ -70,7 +71,7 @@ class ModuleLayout:
         for name, param in zip(self.names, self.params, strict=True):
             p = param.sharded_param
             if p.requires_grad:
-                dtype = NAMES[self.dtype or p.dtype]
+                dtype = NAMES[self.reduce_dtype or p.dtype]
                 variables.append(Variable(name, tuple(param.sharded_size), dtype, str(p.device)))
         return variables
 

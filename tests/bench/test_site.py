@@ -16,8 +16,39 @@ from tests.support.drawing import THOROUGH
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def conf():
+    """The module by which Sphinx builds the site."""
+    spec = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [("compressors", "topk.TopK"), ("memories", "loco.LoCo"), ("outer", "none.NoOuter")]
+)
+def test_the_reference_has_all_parts_of_a_kind(conf, page, name):
+    source = [(ROOT / "docs" / "api" / f"{page}.md").read_text()]
+    conf.with_parts(None, f"api/{page}", source)
+    assert f"\n.. autoclass:: grace.{page}.{name}\n" in source[0]
+
+
+def test_types_in_quotes_are_found_by_the_names_that_modules_import_them_by(conf):
+    node = {"refdomain": "py", "reftype": "class", "reftarget": "dist.ProcessGroup"}
+    assert conf.plain_name(None, None, node, "text") == "text"
+    assert conf.plain_name(None, None, {**node, "reftarget": "dist.Missing"}, "text") is None
+
+
+def test_a_property_with_a_colon_says_no_type(conf):
+    napoleon = pytest.importorskip("sphinx.ext.napoleon", reason="the site's packages are not installed")
+    lines = ["True if it trains. An example: ``model.norm``.", ""]
+    conf.as_rst(None, "property", "training", None, {}, lines)
+    assert ":type:" not in str(napoleon.GoogleDocstring(lines, napoleon.Config(), None, "property", "training"))
+
+
 @pytest.mark.slow
-def test_the_site_has_a_report_of_all_recorded_results(tmp_path, monkeypatch):
+def test_the_site_has_a_report_of_all_recorded_results(tmp_path, monkeypatch, conf):
     draw, drawn = Figure.html, set()
 
     def drawn_once(figure):
@@ -28,9 +59,6 @@ def test_the_site_has_a_report_of_all_recorded_results(tmp_path, monkeypatch):
         return draw(figure)
 
     monkeypatch.setattr(Figure, "html", drawn_once)
-    spec = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
-    conf = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conf)
     conf.build_pages(types.SimpleNamespace(srcdir=tmp_path))
     text = (tmp_path / "benchmarks.html").read_text()
     names = ("steps-resnet50-1gbit", "train-chargpt-sgd", "codecs")

@@ -160,6 +160,6 @@ def test_the_number_of_ranks_is_checked_for_steps_by_hand_too():
 
 def test_all_communicators_are_in_both_frameworks():
     names = {cls.__name__ for cls in grace.known("communicator").values() if cls.__module__.startswith("grace.")}
-    assert names <= set(grace.torch.__all__)
+    assert not names - set(grace.torch.__all__), "grace/torch/__init__.py must export these"
     pytest.importorskip("tensorflow", exc_type=ImportError)
-    assert names <= set(grace.tensorflow.__all__)
+    assert not names - set(grace.tensorflow.__all__), "grace/tensorflow/__init__.py must export these"

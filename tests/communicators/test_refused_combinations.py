@@ -1,8 +1,8 @@
 """Every combination of compressor, communicator and memory either is built or is refused with the legal ones.
 
-The tables are written out, not derived from the traits; a method that is not in them is taken by its traits. Memories
-are restricted in two ways: methods that lose what they leave out need error feedback, and the dgc memory, which clears
-the momentum of the entries that were sent, is for sparsifiers.
+The tables are written out, not derived from the traits. Methods, memories and communicators that are not in them are
+taken by their traits. Memories are restricted in two ways: methods that lose what they leave out need error feedback,
+and the dgc memory, which clears the momentum of the entries that were sent, is for sparsifiers.
 """
 
 import contextlib
@@ -49,13 +49,17 @@ for name in set(grace.known("compressor")) - set(COMMUNICATORS):
     FOR_THE_DGC_MEMORY |= {name} if "dgc" in legal_memories(make("compressor", name)) else set()
     NEED_A_MEMORY |= {name} if make("compressor", name).traits.needs_memory else set()
     NOISY |= {name} if make("compressor", name).noisy else set()
+for name, communicators in COMMUNICATORS.items():
+    communicators |= set(legal_communicators(make("compressor", name))) - {AR, AG, BC, SR, RB, SM}
+LATER_MEMORIES = set(grace.known("memory")) - MEMORIES
 
 compressors = pytest.mark.parametrize("compressor", COMMUNICATORS)
 
 
 def memories_of(compressor: str) -> set[str]:
     unfit = {"none"} if compressor in NEED_A_MEMORY else set()
-    return MEMORIES - unfit - (set() if compressor in FOR_THE_DGC_MEMORY else {"dgc"})
+    later = LATER_MEMORIES & set(legal_memories(make("compressor", compressor)))
+    return (MEMORIES | later) - unfit - (set() if compressor in FOR_THE_DGC_MEMORY else {"dgc"})
 
 
 def refusal(compressor: str, memory: str | None, communicator: str) -> str:

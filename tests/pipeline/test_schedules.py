@@ -21,8 +21,7 @@ def timed(forward, backward, crossing=0.0, returning=0.0):
 
 def of_torch(name, stages, microbatches):
     """Return the actions of torch's schedule on each stage."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = object.__new__({"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name])
+    schedule = object.__new__(pytest.importorskip("grace.pipeline.torch.point_to_point").SCHEDULE_CLASSES[name])
     schedule._num_stages, schedule._n_microbatches = stages, microbatches
     found = schedule._get_pipeline_order()
     return [

@@ -29,7 +29,7 @@ MATRIX, TABLE, VECTOR = Variable("w", (400, 300)), Variable("table", (5000, 16))
 def test_classes_follow_traits_and_memories():
     found = {name: class_of(name) for name in known("compressor")}
     assert {name for name, c in found.items() if c == "exact"} == {"none"}
-    assert {name for name, c in found.items() if c == "unbiased"} == {"qsgd", "natural", "terngrad"}
+    assert {"qsgd", "natural", "terngrad"} <= {name for name, c in found.items() if c == "unbiased"}
     assert {"topk", "powersgd", "onebit", "efsignsgd", "randomk"} <= {n for n, c in found.items() if c == "feedback"}
     assert {found[name] for name in ("signsgd", "signum", "dgc", "threshold", "inceptionn")} == {None}
     assert class_of("randomk(unbiased=true)") == "unbiased"

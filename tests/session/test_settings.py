@@ -1,6 +1,8 @@
 """Sums and pre-divided means of every method: what a method computes does not depend on them."""
 
 import dataclasses
+import importlib
+import inspect
 
 import pytest
 import torch
@@ -85,3 +87,12 @@ def test_every_setting_is_saved_and_compared(other):
     usual, changed = Settings(), Settings(**other)
     assert changed.arguments() != usual.arguments()
     assert "seed" in other or changed.facts() != usual.facts()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_every_setting_is_an_argument_in_both_frameworks(framework):
+    if framework == "tensorflow":
+        pytest.importorskip("tensorflow", exc_type=ImportError)
+    made = importlib.import_module(f"grace.{framework}").DistributedOptimizer
+    missing = set(Settings().arguments()) - set(inspect.signature(made).parameters)
+    assert not missing, "a setting of one framework is no field of Settings: see docs/adding.md"

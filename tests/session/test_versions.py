@@ -12,11 +12,11 @@ from tests.support.pools import on_ranks
 from tests.support.training import distributed, net
 
 pytestmark = pytest.mark.ranks
-
+WIRES = layout.WIRE_FORMAT
 CHANGED = {
     "Grace": (version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),
     "torch": (torch, "__version__", "1.2.3+cu130", "rank 1 has torch 1.2.3"),
-    "wires": (layout, "WIRE_FORMAT", 7, "rank 0 has wires of version 3, rank 1 has wires of version 7"),
+    "wires": (layout, "WIRE_FORMAT", 7, f"rank 0 has wires of version {WIRES}, rank 1 has wires of version 7"),
     "checkpoints": (state_schema, "VERSION", 9, "rank 1 has checkpoints of version 9"),
     "build": (torch, "__version__", torch.__version__.split("+")[0] + "+cu999", ""),
 }

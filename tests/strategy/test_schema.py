@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402 - what is imported after pydantic needs it
 
+import dataclasses
 import re
 
 import pytest
@@ -12,6 +13,7 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 import grace
 from grace.backends.topology import Topology
 from grace.core.registry import known, make
+from grace.core.schema_words import FileForm
 from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
@@ -46,6 +48,19 @@ def test_round_trips_keep_everything(tmp_path, spec, suffix):
     assert read.to_dict() == made.to_dict()
     assert read.id == made.id
     assert read.plans == schema.parse(made.to_dict()).plans
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded(FileForm):
+    """A form with a whole bound of a number that need not be whole."""
+
+    share: float = dataclasses.field(default=0.5, metadata={"ge": 0})
+    count: int = dataclasses.field(default=1, metadata={"ge": 0})
+
+
+def test_fields_for_whole_numbers_are_those_of_this_type():
+    assert list(Bounded().too_small()) == []
+    assert list(Bounded(count=0.5).too_small()) == [("count", "must be a whole number of at least 0, not 0.5")]
 
 
 def test_the_id_is_of_the_contents_not_the_form():

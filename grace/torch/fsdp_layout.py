@@ -33,7 +33,8 @@ class Piece(NamedTuple):
 
 
 class ModuleLayout:
-    """The parameters of one module that ``fully_shard`` was called on, in the order of its buffers."""
+    """The parameters of one module that ``fully_shard`` was called on, or of several that it made one group of, in the
+    order of its buffers. Such a group has the name of its first module."""
 
     def __init__(self, name: str, module: Any, names: Mapping[torch.nn.Parameter, str]):
         self.name = name
@@ -161,7 +162,10 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
             _check_sharding(
                 names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes
             )
-    layouts = [ModuleLayout(name, module, names) for name, module in modules]
+    firsts: dict[int, tuple[str, Any]] = {}
+    for name, module in modules:  # fully_shard([a, b]) makes one group of several modules, which all have its state
+        firsts.setdefault(id(module._get_fsdp_state()), (name, module))
+    layouts = [ModuleLayout(name, module, names) for name, module in firsts.values()]
     layouts = [layout for layout in layouts if layout.params]
     if not layouts:
         raise ConfigError(f"{what}: {type(model).__name__} has no parameters")

@@ -134,6 +134,25 @@ def test_parameters_may_be_sharded_along_another_dimension(compressor):
 
 
 @on_ranks(4)
+def test_modules_that_are_sharded_as_one_group_are_saved_once():
+    def made():
+        torch.manual_seed(7)
+        net = Net()
+        fully_shard([net.spare, net.last], mesh=mesh_of()["shard"])
+        return fully_shard(net, mesh=mesh_of()["shard"])
+
+    net = made()
+    with compressed(net, TOPK, BLOCK) as states:
+        trained(net, 2)
+        saved = [state.state_dict() for state in states]
+    with compressed(made(), TOPK, BLOCK) as states:
+        for state, one in zip(states, saved, strict=True):
+            state.load_state_dict(one)
+            assert state.context.step == 2
+        assert len(states[1].runner.variables) == len(dict(net.named_parameters()))
+
+
+@on_ranks(4)
 def test_a_compiled_model_trains_as_it_does_eagerly():
     weights, counter = [], CompileCounter()
     for compile in (False, True):

@@ -133,6 +133,8 @@ class HorovodSession(Session):
     def mark_ready(self, p: torch.nn.Parameter) -> None:
         """Count a parameter's complete gradient, and start the buckets that it completes."""
         name = self.name_of[p]
+        if p.grad is not None and p.grad._base is not None:
+            self.buffer_versions[id(p.grad._base)] = p.grad._version
         auto = self.auto
         if auto is not None and auto.steps_left:
             auto.ready(name)

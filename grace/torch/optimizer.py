@@ -103,7 +103,10 @@ class HookedSession(Session):
                 return
             last = self.last_gradients.get(name)
             version = gradient._version
-            if last is not None and (gradient is not last or version != self.last_versions[name] + 1):
+            shared = gradient._base is not None
+            if shared:
+                self.buffer_versions[id(gradient._base)] = version
+            if last is not None and (gradient is not last or not (shared or version == self.last_versions[name] + 1)):
                 self.replaced_outside = True  # something other than a backward pass changed or replaced the gradient
             self.last_gradients[name] = gradient
             self.last_versions[name] = version
@@ -138,7 +141,9 @@ class HookedSession(Session):
             for _, name, p, _ in self.bucket_contents[bucket.index]:
                 if self.pass_counts.get(name) != self.passes or name in self.in_graph:
                     continue
-                if unscaled or p.grad is not self.last_gradients[name] or p.grad._version != self.last_versions[name]:
+                last = self.last_gradients[name]
+                same = last._version == self.last_versions[name] or self.changed_by_neighbours(last)
+                if unscaled or p.grad is not last or not same:
                     raise self._changed_gradient(name, CHANGED_EARLY)
 
     def _too_many_passes(self, name: str) -> ExchangeError:

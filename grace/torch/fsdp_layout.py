@@ -76,6 +76,31 @@ class ModuleLayout:
         return variables
 
 
+class ModulePasses:
+    """The modules whose gradients came in a step, and the backward pass in which the last one came."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        """Names of the modules."""
+        self.backward = -1
+        """torch's number of the backward pass; -1 if it is not known."""
+
+    def comes_again(self, name: str) -> bool:
+        """Return True if the gradients of a module that comes now belong to another step: it came in this one, in
+        another backward pass."""
+        now = torch._C._current_graph_task_id()
+        return name in self.seen and (now == -1 or now != self.backward)
+
+    def record(self, name: str) -> None:
+        """Record that the gradients of a module come."""
+        self.seen.add(name)
+        self.backward = torch._C._current_graph_task_id()
+
+    def clear(self) -> None:
+        """Forget the modules: the step is over."""
+        self.seen.clear()
+
+
 def fsdp_param_groups(module: Any) -> list[Any]:
     """Return FSDP2's groups of a module's own parameters: none, one, or one for each mesh."""
     return list(module._get_fsdp_state()._fsdp_param_groups)

@@ -21,6 +21,7 @@ from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
+from grace.torch.hooks import not_compiled
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.non_member import NonMemberMixin
@@ -290,6 +291,7 @@ class HorovodOptimizer(_DistributedOptimizer):
         of the graph, so it must not keep the optimizer alive, and does nothing once the optimizer was closed."""
         session = weakref.ref(self._grace)
 
+        @not_compiled
         def hook(*ignore: torch.Tensor) -> None:
             """Run Horovod's hook if the optimizer is open and not paused."""
             alive = session()
@@ -310,6 +312,7 @@ class HorovodOptimizer(_DistributedOptimizer):
 
         return hook
 
+    @not_compiled
     def synchronize(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
         # A rank outside of the process set has no session; and Horovod allows synchronize() twice.
@@ -361,6 +364,7 @@ class HorovodOptimizer(_DistributedOptimizer):
         finally:
             self._paused = before
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. Raise, as Horovod does, while their exchange is in progress."""
         if self._handles:

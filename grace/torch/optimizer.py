@@ -24,7 +24,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.torch.closure_sync import synchronize_closure
-from grace.torch.hooks import gradient_hook, register_session
+from grace.torch.hooks import gradient_hook, not_compiled, register_session
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.parameters import NamedParameters
 from grace.torch.pickling import allow_steps
@@ -231,6 +231,7 @@ class DistributedMixin(Closable, StateMixin):
 
     _grace: HookedSession
 
+    @not_compiled
     def synchronize(self) -> None:
         """Finish this step's exchange: start the buckets that are left, await all, and write the means into ``p.grad``.
 
@@ -290,6 +291,7 @@ class DistributedMixin(Closable, StateMixin):
             self.synchronize()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. An exchange in progress is completed and its result is dropped."""
         # First, because the buckets that are left start here, and read the gradients.

@@ -86,7 +86,7 @@ def from_params(params: Mapping[str, Any]) -> Communicator:
         used.add("lr")
         communicator.lr = params.get("lr", LEARNING_RATE)
         communicator.check_number("lr", 0)
-    communicator.made_for = params.get("world_size")
+    communicator.make_for(params.get("world_size"))
     unused = [key for key in (*KEYS, "lr") if key in params and key not in used]
     if unused:
         warnings.warn(f"from_params: {communicator.describe()} has no use for {', '.join(unused)}", stacklevel=2)

@@ -117,14 +117,14 @@ class Communicator(Component):
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
     world_size: int = 1
-    """Number of ranks that take part (GRACE's name for it)."""
+    """Number of ranks that take part (GRACE's name for it); before training begins as many as the user made it for."""
     companion_of: str = ""
     """Description of the user's communicator that this one carries small variables beside; else empty."""
 
     def __init__(
         self, compressor: "CompressorArg" = "none", memory: "MemoryArg | None" = None, world_size: int | None = None
     ):
-        self.made_for = world_size
+        self.make_for(world_size)
         methods = _transfer_methods(type(self))
         self.moves_payloads = methods in (("send_receive",), ASYNC_METHODS)
         """True if it moves payloads itself, variable by variable."""
@@ -224,6 +224,11 @@ class Communicator(Component):
                 f"({self.memory.spec}) on it can diverge. Use {self.compressor.noise_advice}",
                 stacklevel=3,
             )
+
+    def make_for(self, world_size: int | None) -> None:
+        """Set the number of ranks that will take part, as the user gave it; None if the user did not say."""
+        self.made_for = world_size
+        self.world_size = world_size or 1
 
     def check_world(self, size: int) -> None:
         """Refuse a run of another number of ranks than the communicator was made for.

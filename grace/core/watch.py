@@ -264,7 +264,7 @@ class Watch:
         follows = issubclass(kind, RuntimeError) or kind.__module__.startswith("tensorflow")
         if follows:
             self.wait_for_end_report()
-        text = " ".join(f"{kind.__name__}: {value}".split())[:500]
+        text = " ".join(f"{kind.__name__}: {value}".split())[:500].removesuffix(":")  # of an error without a message
         failed = {rank: how for rank, (how, _) in list(self.ended.items()) if how != LEFT}
         # Reports stand in the order in which they came.
         first = next(iter(failed), self.rank)

@@ -48,7 +48,9 @@ class SentWeights(Memory):
 class AllGatherState(ShardGroupState):
     """The state of compressed all-gathers: with ``delta`` the weights of all ranks as they were sent last, in float32.
 
-    A gather in a backward pass repeats the one before: it gives the same weights, and with ``delta`` sends nothing.
+    A gather in a backward pass repeats the one before: it gives the same weights, and with ``delta`` sends nothing. A
+    module that runs twice before its backward pass gets more exact weights in its second run with ``delta``, and
+    backward has these for both runs.
     ``sent_bytes`` counts what leaves for the whole shard group; gathers over a part of it (``reshard_after_forward=n``)
     are torch's own.
     """

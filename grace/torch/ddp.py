@@ -38,6 +38,7 @@ from grace.strategy.execution import StrategyArg
 from grace.torch.ddp_buckets import (
     bucket_gradients,
     bucket_limits,
+    check_all_reduced,
     check_dense,
     check_frozen,
     frozen_parameters,
@@ -724,6 +725,7 @@ def register_ddp_hook(
         if bucket_bytes is not None:
             check_integer("bucket_bytes", bucket_bytes)
         check_no_hook(model)
+        check_all_reduced(model)
         parameters = trainable_parameters(model)
         check_dense(parameters)
         return make_variables(parameters)

@@ -13,6 +13,20 @@ from grace.session.step_runner import StepRunner
 from grace.torch.parameters import sparse_names
 
 
+def check_all_reduced(model: DistributedDataParallel) -> None:
+    """Refuse a DDP model that leaves out the buckets of unused parameters.
+
+    Raises:
+        ConfigError: the first and last bucket of a step tell where it begins and ends, and might be left out.
+    """
+    if getattr(model, "skip_all_reduce_unused_params", False):  # torch 2.6 has none
+        raise ConfigError(
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) leaves out buckets, and without them Grace "
+            "does not know where a step begins and ends. Leave the argument out: parameters that no rank uses travel "
+            "as zeros, and freezing them (requires_grad_(False)) before DistributedDataParallel spares even these"
+        )
+
+
 def trainable_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a DDP model that need gradients, by name, without those that DDP was told to ignore.
 

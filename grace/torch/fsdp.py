@@ -27,6 +27,7 @@ from grace.torch.ddp import DDPState, build_hook_runner, check_rates
 from grace.torch.fsdp_layout import (
     TRAINED_BEFORE,
     ModuleLayout,
+    ModulePasses,
     ShardGroup,
     find_layouts,
     fsdp_param_groups,
@@ -61,6 +62,7 @@ class FSDPState(DDPState):
         self.layouts = shard_group.layouts
         self.shard_group = shard_group
         shard_group.connect()
+        self.passes = ModulePasses()
         self.any_overflow: bool | None = None
         """True if a rank of the shard group overflowed in this step; None until the ranks have compared."""
 
@@ -120,7 +122,7 @@ class FSDPState(DDPState):
         """Commit the last step, or drop it, after its reduce-scatters have ended it."""
         if self.dropped:  # an outcome that overflowed makes the runner roll back the whole step
             self.outcomes.append(Outcome(self.runner.variables[0], None, True))
-        self.seen.clear()
+        self.passes.clear()
         self.any_overflow = None
         super().close_step()
 
@@ -183,10 +185,12 @@ class FSDPState(DDPState):
     @torch.no_grad()
     def exchange_module(self, layout: ModuleLayout, flat: torch.Tensor) -> None:
         """Replace the reduced gradients of a module by their means over replicas. This is the work of the hook."""
-        if layout.name in self.seen:  # a module's second gradients begin another step
-            self._end_step()  # for a reduce-scatter of this module it has begun already
-        first = not self.seen
-        self.seen.add(layout.name)
+        if self.passes.comes_again(layout.name):
+            self._end_step()  # for a reduce-scatter of this module another step has begun already
+        elif layout.name in self.passes.seen:
+            resolve_headers(self.trips)  # before this module's wire is written again
+        first = not self.passes.seen
+        self.passes.record(layout.name)
         if first:
             self._begin_step()
         gradients = {piece.name: piece.view(flat) for piece in layout.pieces(flat)}
@@ -203,7 +207,7 @@ class FSDPState(DDPState):
                 if trip.header.out_of_step:
                     raise StepError(trip.header.out_of_step)
         except (PayloadError, StepError):
-            self.seen.clear()
+            self.passes.clear()
             self.any_overflow = None
             self._discard_step()
             raise
@@ -233,8 +237,8 @@ def register_fsdp_hook(
     ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model. This hook averages the
     reduced gradients over the copies, each parameter's part as a separate variable, compressed. Tensor parallelism may
     cut parameters further. A parameter that no rank used in a step gets zeros for its gradient, not None, as by
-    ``set_reduce_scatter_unused_params(True)``. FSDP2 reduces a module that runs twice in one forward pass twice, which
-    counts as two steps, in the traffic and for ``compress_after``. It needs torch 2.13.
+    ``set_reduce_scatter_unused_params(True)``. FSDP2 reduces a module that runs twice in one forward pass twice. It
+    needs torch 2.13.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on, with a mesh of one axis.

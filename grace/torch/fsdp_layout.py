@@ -33,7 +33,8 @@ class Piece(NamedTuple):
 
 
 class ModuleLayout:
-    """The parameters of one module that ``fully_shard`` was called on, in the order of its buffers."""
+    """The parameters of one module that ``fully_shard`` was called on, or of several that it made one group of, in the
+    order of its buffers. Such a group has the name of its first module."""
 
     def __init__(self, name: str, module: Any, names: Mapping[torch.nn.Parameter, str]):
         self.name = name
@@ -74,6 +75,31 @@ class ModuleLayout:
                 dtype = NAMES[self.reduce_dtype or p.dtype]
                 variables.append(Variable(name, tuple(param.sharded_size), dtype, str(p.device)))
         return variables
+
+
+class ModulePasses:
+    """The modules whose gradients came in a step, and the backward pass in which the last one came."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        """Names of the modules."""
+        self.backward = -1
+        """torch's number of the backward pass; -1 if it is not known."""
+
+    def comes_again(self, name: str) -> bool:
+        """Return True if the gradients of a module that comes now belong to another step: it came in this one, in
+        another backward pass."""
+        now = torch._C._current_graph_task_id()
+        return name in self.seen and (now == -1 or now != self.backward)
+
+    def record(self, name: str) -> None:
+        """Record that the gradients of a module come."""
+        self.seen.add(name)
+        self.backward = torch._C._current_graph_task_id()
+
+    def clear(self) -> None:
+        """Forget the modules: the step is over."""
+        self.seen.clear()
 
 
 def fsdp_param_groups(module: Any) -> list[Any]:
@@ -162,7 +188,10 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
             _check_sharding(
                 names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes
             )
-    layouts = [ModuleLayout(name, module, names) for name, module in modules]
+    firsts: dict[int, tuple[str, Any]] = {}
+    for name, module in modules:  # fully_shard([a, b]) makes one group of several modules, which all have its state
+        firsts.setdefault(id(module._get_fsdp_state()), (name, module))
+    layouts = [ModuleLayout(name, module, names) for name, module in firsts.values()]
     layouts = [layout for layout in layouts if layout.params]
     if not layouts:
         raise ConfigError(f"{what}: {type(model).__name__} has no parameters")

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+not_compiled = torch._disable_dynamo
+"""Decorator of methods that a compiled function may call: Dynamo must not trace exchanges, whose kernels write to the
+addresses of tensors. It is ``torch.compiler.disable``, which imports Dynamo, seconds, only at the first call."""
+
 _sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 

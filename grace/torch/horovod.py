@@ -21,6 +21,7 @@ from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
+from grace.torch.hooks import not_compiled
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.non_member import NonMemberMixin
@@ -133,6 +134,8 @@ class HorovodSession(Session):
     def mark_ready(self, p: torch.nn.Parameter) -> None:
         """Count a parameter's complete gradient, and start the buckets that it completes."""
         name = self.name_of[p]
+        if p.grad is not None and p.grad._base is not None:
+            self.buffer_versions[id(p.grad._base)] = p.grad._version
         auto = self.auto
         if auto is not None and auto.steps_left:
             auto.ready(name)
@@ -288,6 +291,7 @@ class HorovodOptimizer(_DistributedOptimizer):
         of the graph, so it must not keep the optimizer alive, and does nothing once the optimizer was closed."""
         session = weakref.ref(self._grace)
 
+        @not_compiled
         def hook(*ignore: torch.Tensor) -> None:
             """Run Horovod's hook if the optimizer is open and not paused."""
             alive = session()
@@ -308,6 +312,7 @@ class HorovodOptimizer(_DistributedOptimizer):
 
         return hook
 
+    @not_compiled
     def synchronize(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
         # A rank outside of the process set has no session; and Horovod allows synchronize() twice.
@@ -359,6 +364,7 @@ class HorovodOptimizer(_DistributedOptimizer):
         finally:
             self._paused = before
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. Raise, as Horovod does, while their exchange is in progress."""
         if self._handles:

@@ -25,7 +25,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.torch.closure_sync import synchronize_closure
-from grace.torch.hooks import gradient_hook, register_session
+from grace.torch.hooks import gradient_hook, not_compiled, register_session
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.parameters import NamedParameters
 from grace.torch.pickling import allow_steps
@@ -107,7 +107,10 @@ class HookedSession(Session):
                 return
             last = self.last_gradients.get(name)
             version = gradient._version
-            if last is not None and (gradient is not last or version != self.last_versions[name] + 1):
+            shared = gradient._base is not None
+            if shared:
+                self.buffer_versions[id(gradient._base)] = version
+            if last is not None and (gradient is not last or not (shared or version == self.last_versions[name] + 1)):
                 self.replaced_outside = True  # something other than a backward pass changed or replaced the gradient
             self.last_gradients[name] = gradient
             self.last_versions[name] = version
@@ -143,7 +146,9 @@ class HookedSession(Session):
             for _, name, p, _ in self.bucket_contents[bucket.index]:
                 if self.pass_counts.get(name) != self.passes or name in self.in_graph:
                     continue
-                if unscaled or p.grad is not self.last_gradients[name] or p.grad._version != self.last_versions[name]:
+                last = self.last_gradients[name]
+                same = last._version == self.last_versions[name] or self.changed_by_neighbours(last)
+                if unscaled or p.grad is not last or not same:
                     raise self._changed_gradient(name, CHANGED_EARLY)
 
     def _too_many_passes(self, name: str) -> ExchangeError:
@@ -248,6 +253,7 @@ class DistributedMixin(Closable, StateMixin):
 
     _grace: HookedSession
 
+    @not_compiled
     def synchronize(self) -> None:
         """Finish this step's exchange: start the buckets that are left, await all, and write the means into ``p.grad``.
 
@@ -307,6 +313,7 @@ class DistributedMixin(Closable, StateMixin):
             self.synchronize()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients. An exchange in progress is completed and its result is dropped."""
         # First, because the buckets that are left start here, and read the gradients.

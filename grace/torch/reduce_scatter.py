@@ -33,6 +33,7 @@ from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import (
     TRAINED_BEFORE,
     ModuleLayout,
+    ModulePasses,
     find_layouts,
     fsdp_param_groups,
     reduce_scatter_states,
@@ -52,9 +53,9 @@ class ReduceScatterState(ShardGroupState):
     Where nodes have equally many ranks, and several, parts are added up inside each node first, and residuals are those
     of the sums that a rank sends to its peers on other nodes; what is sent inside a node leaves none.
 
-    A step ends when an optimizer steps, or when a module comes a second time. If a gradient of any rank of the shard
-    group was not finite, all of them get NaN, and keep their former state; so does every replica that gets this NaN by
-    :func:`register_fsdp_hook`'s exchange.
+    A step ends when an optimizer steps, or when a module comes again in another backward pass. If a gradient of any
+    rank of the shard group was not finite, all of them get NaN, and keep their former state; so does every replica that
+    gets this NaN by :func:`register_fsdp_hook`'s exchange.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ReduceScatterState(ShardGroupState):
             communicator.bind(SubgroupContext(self.context, node.rank, node.size), node)
             self.inside = communicator.compressor
         self.overflow = False
-        self.seen: set[str] = set()
+        self.passes = ModulePasses()
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         self.numels = {layout.name: _shard_numel(layout) for layout in layouts}
         """Number of elements of each module's gradient that a rank keeps."""
@@ -104,7 +105,7 @@ class ReduceScatterState(ShardGroupState):
     def close_step(self) -> None:
         """Commit the changes of the last step. Roll them back if a gradient was not finite, and for modules whose
         gradients were discarded."""
-        if not self.seen:
+        if not self.passes.seen:
             return
         dropped = self._dropped()
         discarded = self.uses.end_exchange(overflowed=dropped)
@@ -119,7 +120,7 @@ class ReduceScatterState(ShardGroupState):
             else:
                 part.state.commit()
         self.context.step += 1
-        self.seen.clear()
+        self.passes.clear()
         self.overflow = False
 
     def _dropped(self) -> bool:
@@ -220,11 +221,11 @@ class ReduceScatterState(ShardGroupState):
                 f"module {name!r}: each rank keeps {output.numel()} elements of its gradient, and kept "
                 f"{self.numels[name]} when its reduce-scatter was compressed. {TRAINED_BEFORE}"
             )
-        if name in self.seen:  # a module's second gradients begin another step
+        if self.passes.comes_again(name):
             self.close_step()
-        if not self.seen and self.grad_scaler is not None and self.runner.callbacks.follows_scaler():
+        if not self.passes.seen and self.grad_scaler is not None and self.runner.callbacks.follows_scaler():
             self.runner.rescale(self.grad_scaler.get_scale())
-        self.seen.add(name)
+        self.passes.record(name)
         self.uses.record_exchange(self.trained[name])
         if self.context.step < self.communicator.compress_after:
             self._reduce_uncompressed(given, output, mean)

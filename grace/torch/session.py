@@ -157,6 +157,8 @@ class Session:
         """True if gradients were cleared and the optimizer was not used since."""
         self.gradient_versions: dict[int, tuple[list[torch.Tensor | None], list[int]]] = {}
         """Gradients of each bucket whose exchange has begun, and their versions at that time."""
+        self.buffer_versions: dict[int, int] = {}
+        """Version of each tensor that gradients are views of when the last of them arrived, by the tensor's id."""
         self.output_views: dict[str, torch.Tensor] = {}
         """Views of gradients that aggregates are written into directly, by variable."""
         self.unused_means: UnusedMeans | None = None
@@ -368,9 +370,15 @@ class Session:
             for (_, name, p, _), gradient, version in zip(self.bucket_contents[index], held, versions, strict=True):
                 if gradient is None:
                     continue
-                unchanged = name in self.in_graph or (gradient._version == version and p.grad is gradient)
+                same = gradient._version == version or self.changed_by_neighbours(gradient)
+                unchanged = name in self.in_graph or (same and p.grad is gradient)
                 if not unchanged or unscaled:
                     raise self._changed_gradient(name, CHANGED)
+
+    def changed_by_neighbours(self, gradient: torch.Tensor) -> bool:
+        """Return True if the last change of a gradient's version came with a gradient in the same buffer: all views of
+        a tensor have one version counter, which each backward pass of one of them increases."""
+        return gradient._version == self.buffer_versions.get(id(gradient._base))
 
     @property
     def unscaled(self) -> bool:
@@ -590,6 +598,7 @@ class Session:
             values = torch.cat([slices.values.to(p.dtype) for slices in parts])
             p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape, check_invariants=False)
         self.gradient_versions = {}
+        self.buffer_versions = {}
         self.output_views = {}
         return outcomes
 

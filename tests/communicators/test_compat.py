@@ -150,6 +150,13 @@ def test_what_is_meant_twice_or_is_none_is_refused(given, error):
         grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), **given)
 
 
+def test_the_number_of_ranks_is_known_before_there_are_any():
+    """GRACE's dawn.py gives it to init_process_group."""
+    assert grace.from_params({"compressor": "topk", "world_size": 4}).world_size == 4
+    assert Allgather("topk", "residual", 4).world_size == 4
+    assert Allgather("topk", "residual").world_size == 1
+
+
 def test_the_number_of_ranks_is_checked_for_steps_by_hand_too():
     grace.init("local")
     assert grace.from_params({"compressor": "none", "world_size": 1}).step(torch.ones(2), "w").tolist() == [1, 1]

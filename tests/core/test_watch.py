@@ -102,6 +102,17 @@ class Looked(float):
         return other - float(self)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), AssertionError(), ValueError("a mistake")])
+def test_an_error_is_reported_by_its_class_and_message_if_it_has_one(error, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "NEWS_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = watch.Watch(0, Line(socket.create_connection(server.getsockname())), None)
+        here.report_failure(type(error), error)
+        here.disconnect()
+    said = f"{type(error).__name__}: {error}" if error.args else type(error).__name__
+    assert f"rank 0 failed first: {said}\n" in capsys.readouterr().err
+
+
 def test_a_wait_that_is_over_is_not_kept(monkeypatch):
     monkeypatch.setattr(watch, "WARN_SECONDS", 0.04)  # of which a quarter passes between two looks
     with socket.create_server(("127.0.0.1", 0)) as server:

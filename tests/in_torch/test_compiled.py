@@ -9,7 +9,7 @@ import torch
 import grace
 from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
-from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
+from tests.support.training import batch, ddp, digest, distributed, loss_of, net, sgd, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -100,6 +100,35 @@ def test_horovods_optimizer_trains_a_compiled_model_by_a_compiled_step_alike():
         ended = by_optimizer("eager", "eager")
     assert ended == by_optimizer()
     return ended
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+@on_ranks(2)
+def test_a_whole_step_may_be_compiled_with_clipping_and_an_exchange_that_is_dropped(engine):
+    found = []
+    for backend in (None, "aot_eager"):
+        with settings():
+            model = net()
+            optimizer = distributed(model, "topk(ratio=0.1)")
+
+            def step(images, labels, drops, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                if drops:
+                    torch.nn.functional.cross_entropy(model(-images), labels).backward()
+                    optimizer.synchronize()
+                    optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+            run = torch.compile(step, backend=backend) if backend else step
+            for number in range(STEPS):
+                run(*batch(number), number == 1)
+            optimizer.close()
+            found.append(digest(weights(model)))
+    assert found[0] == found[1]
+    return found
 
 
 @on_ranks(2)

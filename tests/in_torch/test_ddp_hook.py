@@ -355,8 +355,14 @@ def test_a_second_hook_and_parameters_frozen_at_the_wrong_time_are_refused_by_na
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         grace.torch.register_ddp_hook(wrapped, "qsgd")
 
+    def leaves_out_buckets():
+        wrapped = ddp(net(), find_unused_parameters=True)
+        wrapped.skip_all_reduce_unused_params = True  # an argument of newer versions of torch
+        grace.torch.register_ddp_hook(wrapped, "qsgd")
+
     check_refused(
         {
+            leaves_out_buckets: ["skip_all_reduce_unused_params=True", "Leave the argument out"],
             frozen_since: ["exchanges 7 parameters, and 5 of the model", "freeze parameters after register_ddp_hook"],
             unfrozen_since: ["exchanges 5 parameters, and 7 of the model"],
             unfrozen_in_training: ["'conv.weight' requires gradients now", "drift apart", "wrap the model anew"],

@@ -134,6 +134,25 @@ def test_parameters_may_be_sharded_along_another_dimension(compressor):
 
 
 @on_ranks(4)
+def test_modules_that_are_sharded_as_one_group_are_saved_once():
+    def made():
+        torch.manual_seed(7)
+        net = Net()
+        fully_shard([net.spare, net.last], mesh=mesh_of()["shard"])
+        return fully_shard(net, mesh=mesh_of()["shard"])
+
+    net = made()
+    with compressed(net, TOPK, BLOCK) as states:
+        trained(net, 2)
+        saved = [state.state_dict() for state in states]
+    with compressed(made(), TOPK, BLOCK) as states:
+        for state, one in zip(states, saved, strict=True):
+            state.load_state_dict(one)
+            assert state.context.step == 2
+        assert len(states[1].runner.variables) == len(dict(net.named_parameters()))
+
+
+@on_ranks(4)
 def test_a_compiled_model_trains_as_it_does_eagerly():
     weights, counter = [], CompileCounter()
     for compile in (False, True):
@@ -301,6 +320,77 @@ def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, whe
     finite = all(bool(value.isfinite().all()) for value in [*weights.values(), *(value for _, value in after)])
     answer = stayed, scaler.get_scale(), len(after) > 0, same_bits(weights), finite
     assert answer == ([False, True, False], 2.0, True, True, True)
+
+
+class Twice(torch.nn.Module):
+    """A layer that runs twice; of the first run the gradient may overflow, which comes after the second run's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.outer = torch.nn.Linear(8, 3)
+
+    def forward(self, x, overflows=False):
+        x = self.inner(x)
+        if overflows:
+            x.register_hook(lambda gradient: torch.inf * gradient)
+        return self.outer(self.inner(x))
+
+
+def twice(mesh):
+    torch.manual_seed(7)
+    net = Twice()
+    fully_shard(net.inner, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+@pytest.mark.parametrize("shards", [BLOCK, None], ids=["both levels", "replicas"])
+@on_ranks(4)
+def test_a_module_that_runs_twice_is_exchanged_twice_in_one_step(shards):
+    """If its second gradient overflows, memories keep nothing of the first one either."""
+    net = twice(mesh_of()["shard"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    opt, stayed = torch.optim.SGD(net.parameters(), lr=0.1), []
+    with compressed(net, TOPK, shards, grad_scaler=scaler) as states:
+        for step in range(3):
+            opt.zero_grad()
+            before = remembered(*states)
+            overflows = step == 1 and dist.get_rank() == 3
+            scaler.scale(loss_of(net, step, overflows=overflows)).backward()
+            scaler.step(opt)
+            scaler.update()
+            for state in states:
+                state.close_step()
+            after = remembered(*states)
+            stayed.append(len(before) > 0 and all(map(torch.equal, dict(before).values(), dict(after).values())))
+        steps = {getattr(state, "runner", state).context.step for state in states}
+    assert stayed == [False, True, False]
+    assert steps == {3}
+
+
+@on_ranks(4)
+def test_nothing_of_a_gradient_that_comes_twice_is_lost():
+    mesh = mesh_of()
+
+    def gradients(net, steps):
+        total = {name: torch.zeros_like(p.to_local()) for name, p in net.named_parameters()}
+        for _ in range(steps):
+            net.zero_grad()
+            loss_of(net, 0).backward()
+            for name, p in net.named_parameters():
+                total[name] += p.grad.to_local()
+            torch.optim.SGD(net.parameters(), lr=0.0).step()
+        return total
+
+    wanted = gradients(twice(mesh), 3)
+    net = twice(mesh["shard"])
+    with compressed(net, TOPK) as (state,):
+        got = gradients(net, 3)
+        kept = state.runner.state()["memory"]
+    for name, residual in kept.items():
+        dist.all_reduce(residual := residual.clone(), group=mesh["replicate"].get_group())
+        torch.testing.assert_close(got[name] + residual / 2, wanted[name])
+    assert any(bool(residual.any()) for residual in kept.values())
 
 
 @pytest.mark.parametrize("shards", [BLOCK, None], ids=["both levels", "replicas"])

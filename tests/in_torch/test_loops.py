@@ -465,6 +465,34 @@ def test_a_gradient_whose_elements_share_memory_gets_its_mean():
     assert p.tolist() == [-1.5] * 4
 
 
+@ENGINES
+@on_ranks(2)
+def test_gradients_may_be_views_of_one_buffer(engine):
+    """Each backward pass of one of them increases the version of all."""
+
+    def made():
+        model = net()
+        return model, distributed(model, "topk(ratio=0.1)", bucket_bytes=600)
+
+    model, optimizer = made()
+    buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
+    views = buffer.split([p.numel() for p in model.parameters()])
+    for p, view in zip(model.parameters(), views, strict=True):
+        p.grad = view.view_as(p)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, step).backward()
+        optimizer.step()
+    reference, plain = made()
+    train(reference, plain, range(3))
+    assert same(weights(model), weights(reference))
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, 3).backward()
+    buffer.mul_(0.5)
+    assert CHANGED[0] in refusal(optimizer.step, kind=grace.ExchangeError)
+    return digest(weights(model))
+
+
 @on_ranks(2)
 def test_hooks_of_two_threads_start_each_bucket_once_and_in_order():
     """Autograd has a thread for each device."""

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.waits import timeout_for
 from grace.core.watch import TimeoutCheck
-from grace.errors import RankError
+from grace.errors import RankError, in_one_line
 from grace.kernels import kernels_of
 
 SPINS, SHORTEST, LONGEST, SHARE = 50, 50e-6, 1e-3, 0.01
@@ -294,7 +294,7 @@ def _abort_on_errors(comm: MPI.Comm) -> None:
         before(kind, value, trace)
         if size > 1:
             if not issubclass(kind, RankError):  # a RankError follows from another rank's error, which is printed there
-                what = " ".join(str(value).split())[:500]
+                what = in_one_line(str(value))
                 print(f"grace: {kind.__name__} on rank {rank} ends all ranks: {what}", file=sys.stderr)
             sys.stderr.flush()
             MPI.COMM_WORLD.Abort(1)

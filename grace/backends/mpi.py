@@ -285,7 +285,7 @@ class _Staged:
 def _abort_on_errors(comm: MPI.Comm) -> None:
     """Set a hook by which an error that nobody catches ends all ranks: the others would wait for this one for ever."""
     before = sys.excepthook
-    rank = comm.Get_rank()
+    rank = MPI.COMM_WORLD.Get_rank()  # users and launchers know a rank by this number
     size = comm.Get_size()
     if getattr(before, "aborts", False):  # another backend of this process has set the hook
         return

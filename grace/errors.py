@@ -42,6 +42,18 @@ def said_of(error: BaseException) -> str:
     return str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
 
 
+def in_one_line(text: str) -> str:
+    """Return a message as one line of at most 500 characters, from its beginning and its end.
+
+    TensorFlow's errors of graphs begin with the place where an operation was made, and end with the error in it.
+
+    >>> in_one_line(f"Graph execution error:\\n{'line ' * 200}\\nValueError: a mistake")[-22:]
+    ' ValueError: a mistake'
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= 500 else f"{line[:150]} ... {line[-345:]}"
+
+
 class ConfigError(GraceError, ValueError):
     """Error of a name, parameter or combination that cannot work; raised before any gradient is exchanged."""
 

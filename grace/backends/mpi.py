@@ -19,7 +19,7 @@ from mpi4py import MPI
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.waits import timeout_for
 from grace.core.watch import TimeoutCheck
-from grace.errors import RankError
+from grace.errors import RankError, in_one_line
 from grace.kernels import kernels_of
 
 SPINS, SHORTEST, LONGEST, SHARE = 50, 50e-6, 1e-3, 0.01
@@ -285,7 +285,7 @@ class _Staged:
 def _abort_on_errors(comm: MPI.Comm) -> None:
     """Set a hook by which an error that nobody catches ends all ranks: the others would wait for this one for ever."""
     before = sys.excepthook
-    rank = comm.Get_rank()
+    rank = MPI.COMM_WORLD.Get_rank()  # users and launchers know a rank by this number
     size = comm.Get_size()
     if getattr(before, "aborts", False):  # another backend of this process has set the hook
         return
@@ -294,7 +294,7 @@ def _abort_on_errors(comm: MPI.Comm) -> None:
         before(kind, value, trace)
         if size > 1:
             if not issubclass(kind, RankError):  # a RankError follows from another rank's error, which is printed there
-                what = " ".join(str(value).split())[:500]
+                what = in_one_line(str(value))
                 print(f"grace: {kind.__name__} on rank {rank} ends all ranks: {what}", file=sys.stderr)
             sys.stderr.flush()
             MPI.COMM_WORLD.Abort(1)

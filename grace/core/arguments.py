@@ -76,6 +76,8 @@ def optimizer_type_error(value: object) -> ConfigError:
     elif _is_instance(value, "keras", "Model"):
         said = f"the model ({type(value).__name__})"
         hint = ": model.compile(grace.DistributedOptimizer(optimizer, ...), ...)"
+    elif type(value).__module__.startswith("tensorflow.python.training"):
+        hint = ": those of TensorFlow 1 need sessions. Take one of tf.keras.optimizers, in model.compile or with a tape"
     elif inner is not None:
         hint = f": give its optimizer ({type(inner).__name__}), before anything wraps it"
     return ConfigError(f"grace.DistributedOptimizer takes an optimizer of torch or Keras, not {said}{hint}")

@@ -37,7 +37,7 @@ from grace.core.watch_server import (
     local_addresses,
     machine_id,
 )
-from grace.errors import RankError
+from grace.errors import RankError, in_one_line
 
 WARN_SECONDS = 30.0
 """Length of a wait after which a line on stderr names the ranks that are missing."""
@@ -264,7 +264,7 @@ class Watch:
         follows = issubclass(kind, RuntimeError) or kind.__module__.startswith("tensorflow")
         if follows:
             self.wait_for_end_report()
-        text = " ".join(f"{kind.__name__}: {value}".split())[:500].removesuffix(":")  # of an error without a message
+        text = in_one_line(f"{kind.__name__}: {value}").removesuffix(":")  # of an error without a message
         failed = {rank: how for rank, (how, _) in list(self.ended.items()) if how != LEFT}
         # Reports stand in the order in which they came.
         first = next(iter(failed), self.rank)

@@ -13,6 +13,7 @@ all ranks: anchors, momenta and memories stay, and that rank starts anew from th
 
 import contextlib
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,10 @@ class OuterRounds:
         self.at = 0
         self.has_anchors = False
         """True if there are anchors."""
+        backend = runner.backend
+        self.warns_if_unequal = backend.size > 1 and backend.number_of(backend.rank) == 0
+        """True if :meth:`warn_if_unequal` is to print a line: on rank 0, until it has, or until the program has asked
+        for the parameters that all ranks share, by :meth:`at_anchor` or :meth:`flush`."""
         self._own: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         """The parameters and buffers of this rank while it has the anchors for parameters."""
         self.read: Callable[[Shard], Tensor]
@@ -273,6 +278,7 @@ class OuterRounds:
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which parameters are the anchors, and buffers those of the last round, which all ranks
         share."""
+        self.warns_if_unequal = False
         buffers = {name: _copy(buffer) for name, buffer in self.read_buffers().items()}  # an evaluation changes them
         # Contexts may be nested; before the first step nothing has moved.
         outermost = self.has_anchors and self._own is None
@@ -344,6 +350,7 @@ class OuterRounds:
         Raises:
             StepError: ranks have made other numbers of iterations.
         """
+        self.warns_if_unequal = False
         if self.runner.context.step == 0:  # nothing has moved
             return
         self.leave_anchors()
@@ -359,6 +366,21 @@ class OuterRounds:
             if not self._send(fragment, later=False):  # a rank that was not finite has the anchors now
                 self._send(fragment, later=False)
             self._apply_outer_step(fragment, 0.0)
+
+    def warn_if_unequal(self) -> None:
+        """Print a line if ranks end with parameters of their own, and the program has never asked for those that all
+        share. Called at the end of the optimizer, or of the run unless an error ends it."""
+        if not self.warns_if_unequal or hasattr(sys, "last_value"):
+            return
+        self.warns_if_unequal = False
+        if self.has_anchors and any(map(self._moved, self.fragments)):
+            print(
+                f"grace: training ended at iteration {self.runner.context.step}, between two outer rounds, so each "
+                "rank has parameters of its own. Call optimizer.flush() on all ranks at the end, or evaluate and save "
+                "in `with optimizer.anchor():`; in Keras's fit grace.tensorflow.AnchorCallback does both",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _at_anchor(self, shard: Shard) -> bool:
         """Return True if a shard has the values that its anchor has in the parameters' dtype, which may be narrower."""

@@ -16,6 +16,7 @@ from grace.core.context import STAMPED, Context, SubgroupContext
 from grace.core.memory import Memory
 from grace.core.state import Values
 from grace.core.variable import Variable
+from grace.core.weak_calls import WeakCall
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
@@ -112,6 +113,8 @@ class StepRunner:
         self.context = context
         self.averaging = Allreduce("none")
         self.outer_rounds = OuterRounds(self, [shard for shard in shards if shard.outer is not None])
+        if self.outer_rounds:  # the backend must not keep the optimizer alive
+            backend.at_shutdown(WeakCall(self.outer_rounds.warn_if_unequal))
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
         self.owner = Owner() if owner is None else owner
         self.owner.claim([*self.communicators, *self.outer_rounds.optimizers])  # another run's must not be bound anew
@@ -608,6 +611,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Release the components and channels, so that another runner may use them."""
+        self.outer_rounds.warn_if_unequal()
         self.owner.release()
         # a busy thread keeps this runner, and its channels, until it ends
         if self._thread is None or self._thread.drain(0):

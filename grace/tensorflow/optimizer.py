@@ -38,6 +38,7 @@ from grace.tensorflow.refusals import (
     delayed_variables_left_out,
     given_twice,
     not_exchanged,
+    refuse_arguments,
     refuse_multi_optimizer,
 )
 from grace.tensorflow.sharding import Flag, Mean
@@ -451,6 +452,7 @@ def DistributedOptimizer(
     bucket_bytes: int | None = None,
     group_bytes: int | None = None,
     compression: Compression | None = None,
+    **horovods: Any,
 ) -> keras.optimizers.Optimizer:
     """Make a Keras 3 optimizer exchange its gradients, compressed, before it applies them.
 
@@ -494,6 +496,7 @@ def DistributedOptimizer(
         group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
         compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod; whatever else is refused,
             because ``compressor`` is Grace's.
+        horovods: refused. The errors for Horovod's other arguments say what to write instead.
 
     Raises:
         ConfigError: what was given cannot work; nothing was exchanged.
@@ -511,6 +514,7 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     check_keras_backend()
+    refuse_arguments(horovods)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise optimizer_type_error(optimizer)
     inner = without_loss_scale(optimizer)

@@ -9,6 +9,32 @@ from grace.core.communicator import Communicator
 from grace.errors import ConfigError
 from grace.session.hyperparameters import double_momentum_error, momentum_owners
 
+LEAVE_OUT = "leave it out"
+HOROVODS = {
+    "average_aggregated_gradients": f"{LEAVE_OUT}, Keras averages the gradients that it accumulates",
+    "backward_passes_per_step": "give Keras's optimizer gradient_accumulation_steps=N, or leave it out if it is 1",
+    "device_dense": LEAVE_OUT,
+    "device_sparse": LEAVE_OUT,
+    "groups": "bucket_bytes= or group_bytes= bound what travels together",
+    "name": LEAVE_OUT,
+    "num_groups": "bucket_bytes= or group_bytes= bound what travels together",
+    "use_locking": LEAVE_OUT,
+}
+"""Arguments of Horovod's DistributedOptimizer for Keras that Grace's does not take, with what to write instead."""
+
+
+def refuse_arguments(options: Iterable[str]) -> None:
+    """Raise for arguments that the distributed optimizer does not take.
+
+    Raises:
+        ConfigError: the first one is Horovod's.
+        TypeError: it is not known.
+    """
+    for name in options:
+        if name in HOROVODS:
+            raise ConfigError(f"{name}= is Horovod's, and for Keras Grace has none: {HOROVODS[name]}")
+        raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {name!r}")
+
 
 def refuse_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise for Keras's MultiOptimizer, which only passes gradients to the optimizers in it.

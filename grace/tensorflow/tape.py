@@ -1,5 +1,6 @@
 """Gradients of custom loops: a GradientTape whose gradients are those of all ranks."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,7 @@ from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import GraceState
 from grace.tensorflow.sharding import Mean
-from grace.tensorflow.step_session import StepSession
+from grace.tensorflow.step_session import StepSession, TapeGradient
 from grace.tensorflow.variables import AnyVariable, value_of
 
 
@@ -107,6 +108,33 @@ def _check(communicator: Communicator) -> None:
         )
 
 
+def gradient_free(gradient: TapeGradient) -> TapeGradient:
+    """Return a gradient that an outer tape does not differentiate."""
+    if gradient is None:
+        return None
+    return tf.nest.map_structure(tf.stop_gradient, gradient, expand_composites=True)
+
+
+def differentiable_once(means: Sequence[tf.Tensor], own: Sequence[TapeGradient]) -> list[tf.Tensor]:
+    """Return means as they are. An outer tape that differentiates them raises, where it would find no gradient.
+
+    Args:
+        own: this rank's gradients, which the outer tape knows.
+    """
+
+    @tf.custom_gradient
+    def after_exchange(*own: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., None]]:
+        def gradient(*upstream: tf.Tensor) -> None:
+            raise ConfigError(
+                "this is a gradient of means that a tape has exchanged, and an exchange has no gradient: leave the "
+                "inner tape plain, and make the outer one distributed, whose gradient is the last"
+            )
+
+        return list(means), gradient
+
+    return after_exchange(*tf.nest.flatten(own, expand_composites=True)) if own and means else list(means)
+
+
 class _Distributed(tf.GradientTape):
     """GradientTape whose ``gradient`` is the mean over ranks."""
 
@@ -122,13 +150,18 @@ class _Distributed(tf.GradientTape):
         if not variables:
             return gradients
         session = self._grace_session(variables)
-        means = session.exchange(flat, variables)
+        # An outer tape would look for the gradient of each operation of the exchange.
+        means = session.exchange([gradient_free(gradient) for gradient in flat], variables)
         known = tf.executing_eagerly()
         values = [
             mean.value if known or g is not None else session.mean_or_none(i, mean)
             for i, (g, mean) in enumerate(zip(flat, means, strict=True))
         ]
-        return tf.nest.pack_sequence_as(gradients, values)
+        found = [value for value in values if value is not None]
+        tensors = tf.nest.flatten(found, expand_composites=True)
+        own = [gradient for gradient in flat if gradient is not None]
+        once = iter(tf.nest.pack_sequence_as(found, differentiable_once(tensors, own), expand_composites=True))
+        return tf.nest.pack_sequence_as(gradients, [None if value is None else next(once) for value in values])
 
     def jacobian(self, *args: Any, **kwargs: Any) -> None:
         """Refuse Jacobians, whose rows TensorFlow takes by ``gradient`` in a loop that it makes parallel.

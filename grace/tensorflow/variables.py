@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from grace.backends.object_collectives import chosen_root, compared
 from grace.backends.runtime import current
-from grace.core.arguments import check_keras_backend
+from grace.core.arguments import check_keras_backend, do_not_convert
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
@@ -124,6 +124,7 @@ def describe_variable(name: str, variable: AnyVariable, sparse: bool) -> Variabl
     return Variable(name, tuple(int(n) for n in variable.shape), dtype, "tensorflow", sparse)
 
 
+@do_not_convert
 def broadcast_variables(
     variables: "Iterable[AnyVariable] | keras.Model",  # the site is built with a stand-in for keras
     root: int = 0,

@@ -1,6 +1,7 @@
 """The MPI backend's own: 16-bit sums that MPI does not know, collectives on the tensors' own memory, its timeout."""
 
 import math
+import subprocess
 import time
 from unittest import mock
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import grace
+from tests.support.engine_pools import available, command, environment
+from tests.support.limits import HANGS
 from tests.support.pools import launched, on_ranks
 from tests.support.training import distributed, refusal
 
@@ -203,3 +206,26 @@ def test_some_ranks_train_over_a_communicator_of_their_own():
     optimizer.step()
     assert model.weight.tolist() == [[-1.5] * 3]
     optimizer.close()
+
+
+RENUMBERED = """
+import grace
+from mpi4py import MPI
+from grace.backends.mpi import MPIBackend
+
+world = MPI.COMM_WORLD
+grace.init(MPIBackend(world.Split(0, -world.rank)))  # numbers the ranks the other way round
+if world.rank == 1:
+    raise ValueError("a mistake")
+world.Barrier()
+"""
+
+
+@pytest.mark.skipif(not available(ENGINE), reason="mpi4py is not installed (make horovod)")
+def test_a_rank_that_ends_all_others_is_named_by_its_number_in_the_run(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(RENUMBERED)
+    line = command(ENGINE, 2, str(program))
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode != 0
+    assert "grace: ValueError on rank 1 ends all ranks: a mistake" in done.stdout + done.stderr

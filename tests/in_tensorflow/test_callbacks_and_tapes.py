@@ -255,6 +255,31 @@ def test_a_jacobian_is_refused():
     grace.shutdown()
 
 
+@both_ways
+@on_both
+def test_a_gradient_of_exchanged_gradients_is_refused_and_one_through_plain_ones_is_exchanged(graph):
+    """As in MAML and in gradient penalties: an outer tape found no gradient, or TensorFlow's graph none that is a
+    tensor."""
+    w, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2]))
+    wrap = grace.tensorflow.DistributedGradientTape
+
+    def step(inside, outside):
+        with outside(tf.GradientTape()) as outer:
+            with inside(tf.GradientTape()) as inner:
+                loss = tf.reduce_sum(w**3 * (1.0 + grace.rank())) + tf.reduce_sum(tf.gather(table, [0, 0, 2]) ** 2)
+            first, rows = inner.gradient(loss, [w, table])
+            penalty = tf.reduce_sum(first)
+        return outer.gradient(penalty, [w])[0], rows.values
+
+    def plain(tape):
+        return tape
+
+    with pytest.raises(grace.ConfigError, match="make the outer one distributed"):
+        traced(lambda: step(wrap, plain), graph)()
+    second, rows = traced(lambda: step(plain, wrap), graph)()
+    assert (second.numpy().tolist(), rows.shape) == ([9.0, 18.0], (3, 2))
+
+
 @on_horovod
 def test_many_steps_in_one_call_of_a_graph():
     found = []

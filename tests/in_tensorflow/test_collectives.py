@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 @on_both
 def test_operations_on_tensors_and_in_graphs():
     """Values and gradients of all of them; AutoGraph leaves them alone."""
-    rank, said = grace.rank(), []
+    rank, said, start = grace.rank(), [], tf.Variable([1.0 + grace.rank()])
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
     tf.get_logger().addHandler(listener)
@@ -34,6 +34,8 @@ def test_operations_on_tensors_and_in_graphs():
             sent = wrap(lambda x: grace.broadcast(x, root_rank=1))(tf.cast([rank, 1], dtype))
             assert sent.numpy().tolist() == [1, 1]
         assert wrap(grace.allgather)(tf.constant(rank)).numpy().tolist() == [0, 1]
+        wrap(lambda: grace.broadcast_variables([start], root_rank=1))()
+        assert start.numpy().tolist() == [2]
 
         @wrap
         def gradients(x):

@@ -43,6 +43,9 @@ def test_what_a_script_left_in_of_horovod_is_refused_by_name():
         lambda: ours(sgd(), compression=fp16): "Grace's is compressor=",
         lambda: ours(sgd(), fp16): "Grace's is compressor=",
         lambda: grace.tensorflow.DistributedGradientTape(tf.GradientTape(), compression=fp16): "Grace's is compressor=",
+        lambda: ours(sgd(), backward_passes_per_step=1, average_aggregated_gradients=True): "gradient_accumulation_st",
+        lambda: ours(sgd(), num_groups=2): "for Keras Grace has none: bucket_bytes=",
+        lambda: ours(tf.compat.v1.train.AdamOptimizer()): "those of TensorFlow 1 need sessions",
     }.items():
         with pytest.raises(grace.ConfigError, match=said):
             wrap()

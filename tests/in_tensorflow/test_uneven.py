@@ -1,4 +1,4 @@
-"""Programs under launchers: epochs of unequal lengths, which time out, and elastic runs, which are refused."""
+"""Programs under launchers: epochs of unequal lengths, errors in graphs, and elastic runs, which are refused."""
 
 import importlib.util
 import subprocess
@@ -54,6 +54,34 @@ def test_epochs_of_unequal_lengths_time_out_and_name_variable_and_ranks(engine, 
     assert code, said
     assert "(dense/bias" in said  # the first group that rank 0 waits for
     assert "rank 1 is at train.py:" in said
+
+
+MISTAKEN = """
+import keras, numpy as np, tensorflow as tf
+import grace
+grace.init(framework="tensorflow")
+
+def check(batch):
+    if grace.rank() == 1:
+        raise ValueError("a mistake")
+    return batch
+
+class Checked(keras.layers.Layer):
+    def call(self, batch):
+        return tf.ensure_shape(tf.py_function(check, [batch], tf.float32), batch.shape)
+
+model = keras.Sequential([keras.layers.Input((4,)), Checked(), keras.layers.Dense(1)])
+model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), "topk(ratio=0.5)"), "mse")
+model.fit(np.ones((4, 4), "f"), np.ones((4, 1), "f"), verbose=0)
+"""
+
+
+def test_an_error_in_the_graph_of_one_rank_is_told_with_its_cause(tmp_path):
+    """TensorFlow's own error begins with the places in the program where the operation was made."""
+    code, said = run("mpirun-mpi", MISTAKEN, tmp_path)
+    assert code, said
+    (line,) = {line for line in said.splitlines() if line.startswith("grace: rank 1 failed first: InvalidArgument")}
+    assert "ValueError: a mistake" in line[-345:]
 
 
 def test_an_elastic_run_is_refused(tmp_path):

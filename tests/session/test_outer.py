@@ -1,6 +1,7 @@
 """Outer rounds: what they compute, on real ranks, against the formulas and torch's own optimizers."""
 
 import contextlib
+import io
 import json
 import threading
 from pathlib import Path
@@ -452,6 +453,30 @@ def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
             optimizer.step()
     assert digest(weights(model)) == own != shared
     return shared
+
+
+@on_ranks(2)
+def test_an_end_between_rounds_is_told_once_where_nobody_asked_for_the_anchors():
+    """By a rank that ends its optimizer, or its run, after 6 iterations of a period of 4; not after the round of 8."""
+
+    def told(steps, use, ends_run=False):
+        model = net()
+        optimizer = distributed(model, outer="none", period=4)
+        train(model, optimizer, range(steps))
+        use(optimizer)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            if ends_run:
+                vars(optimizer._grace.runner.backend)["closing"][-1]()
+            optimizer.close()
+        return said.getvalue().count("optimizer.flush() on all ranks")
+
+    def evaluate(optimizer):
+        with optimizer.anchor():
+            pass
+
+    once = int(grace.rank() == 0)
+    assert [told(6, id), told(6, id, ends_run=True), told(8, id)] == [once, once, 0]
+    assert told(6, evaluate) == told(6, lambda optimizer: optimizer.flush()) == 0
 
 
 @pytest.mark.parametrize("choices", ["plain", "fragmented"])

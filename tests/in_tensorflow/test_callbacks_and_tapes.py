@@ -258,7 +258,7 @@ def test_a_jacobian_is_refused():
 @both_ways
 @on_both
 def test_a_gradient_of_exchanged_gradients_is_refused_and_one_through_plain_ones_is_exchanged(graph):
-    """As in MAML and in gradient penalties: an outer tape found no gradient, or TensorFlow's graph none that is a
+    """MAML and gradient penalties nest tapes so: the outer one found no gradient, or TensorFlow's graph none that is a
     tensor."""
     w, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2]))
     wrap = grace.tensorflow.DistributedGradientTape

@@ -457,7 +457,7 @@ def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
 
 @on_ranks(2)
 def test_an_end_between_rounds_is_told_once_where_nobody_asked_for_the_anchors():
-    """By a rank that ends its optimizer, or its run, after 6 iterations of a period of 4; not after the round of 8."""
+    """Rank 0 tells it when it ends its optimizer, or its run, after 6 iterations of periods of 4; not after a round."""
 
     def told(steps, use, ends_run=False):
         model = net()

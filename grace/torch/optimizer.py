@@ -232,7 +232,7 @@ class HookedSession(Session):
                 "own (the first step of SAM?): each rank went another way. Call optimizer.synchronize() after that "
                 "backward(), and the gradients are the means over ranks; or, if ranks are to go their own ways, run it "
                 "under `with optimizer.no_sync():`, which exchanges nothing in vain",
-                stacklevel=4,
+                stacklevel=6,  # the line that calls zero_grad(): two frames are those of not_compiled
             )
 
     def discard(self) -> None:

@@ -1,5 +1,6 @@
 """``grace bench train``, run as a user does."""
 
+import inspect
 import math
 import re
 import sys
@@ -252,27 +253,9 @@ def test_a_task_of_ones_own(tmp_path):
     assert saved.rows[0]["quality"] < saved.rows[0]["curve"][0][-1]
 
 
-ROWS = """
-import torch
-from grace.bench.workloads.torch_tasks import InTorch
-
-class Rows(InTorch):
-    about, metric, lr, epochs, batch, count = "rows", "error", 0.1, 1, 8, 16
-
-    def network(self, seed):
-        layers = torch.nn.Embedding(16, 2, sparse=True), torch.nn.Flatten(), torch.nn.Linear(2, 1)
-        return torch.nn.Sequential(*layers)
-
-    def loss(self, model, share):
-        return model(share[:, None]).square().mean()
-
-    def quality(self, model):
-        return float(self.loss(model, torch.arange(16)).detach())
-"""
-
-
 def test_a_method_that_refuses_the_task_is_left_out_and_the_others_are_trained(tmp_path):
-    (tmp_path / "mine.py").write_text(ROWS)
+    imports = "import torch\nfrom grace.bench.workloads.torch_tasks import InTorch\n\n\n"
+    (tmp_path / "mine.py").write_text(imports + inspect.getsource(Rows))
     args = ["--task", "mine:Rows", "--seeds", "2", "--out", "out"]
     out, err = grace_program("bench", "train", *args, "--methods", "powersgd,none", cwd=tmp_path)
     assert err == ""

@@ -202,7 +202,8 @@ class Pipeline:
             with failing_together(self.backend, "a pipeline"):
                 check_optimizer_state_whole(self.make_optimizer)
                 batch = CapturedBatch(self.model, args, kwargs, self.whole)
-                if self.loss_fn is None and any(sums_of_rows(batch)):
+                # Several outputs are no loss: such a pipeline only evaluates, and adds up the sums.
+                if self.loss_fn is None and sums_of_rows(batch) == [True]:
                     raise ConfigError(f"the model returns a sum over rows for its loss, and {MEAN_OF_LOSSES}")
             self._captured, self._is_whole = batch.captured, batch.whole  # without the batch's tensors
             self._cut_modes = modes_of(self.model)

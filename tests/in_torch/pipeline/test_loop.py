@@ -239,6 +239,8 @@ def test_losses_that_are_sums_are_refused():
         assert said.startswith("loss_fn sums over rows, and a pipeline averages losses over micro-batches")
     said = refusal(grace.torch.Pipeline, Summed(), (x, y), optimizer=sgd, microbatches=2, stages=2)
     assert said.startswith("the model returns a sum over rows for its loss, and a pipeline averages losses")
+    engine = grace.torch.Pipeline(Measured().eval(), (x, torch.randn(8, 4)), optimizer=sgd, microbatches=2, stages=2)
+    assert engine(x, torch.randn(8, 4))["sums"]["right"].dtype == torch.int64
 
 
 def scaled_steps():

@@ -132,7 +132,7 @@ def test_packages_hold_exports_only():
     for file in FILES:
         if file.name == "__init__.py" and file.parent != ROOT / "grace":
             for node in parsed(file).body:
-                exports = isinstance(node, (ast.ImportFrom, ast.Import, ast.Assign, ast.Try))
+                exports = isinstance(node, (ast.ImportFrom, ast.Import, ast.Assign, ast.AugAssign, ast.Try))
                 lazily = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
                 words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
                 assert exports or lazily or words, f"{file}:{node.lineno}"

@@ -7,7 +7,8 @@ try:
 except ImportError as error:
     raise missing_extra("tensorflow", "tensorflow") from error
 
-from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterMerge, ScatterReduce
+from grace import communicators
+from grace.communicators import *  # noqa: F403 (a new one needs no line here)
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
@@ -20,10 +21,7 @@ from grace.tensorflow.variables import broadcast_variables
 from grace.tensorflow.warmup import LearningRateWarmupCallback
 
 __all__ = [
-    "Allgather",
-    "Allreduce",
     "AnchorCallback",
-    "Broadcast",
     "BroadcastCallback",
     "Communicator",
     "Compressor",
@@ -33,9 +31,6 @@ __all__ = [
     "LearningRateWarmupCallback",
     "Memory",
     "MetricAverageCallback",
-    "ReduceBroadcast",
-    "ScatterMerge",
-    "ScatterReduce",
     "TrafficCallback",
     "Traits",
     "allgather",
@@ -45,3 +40,4 @@ __all__ = [
     "load_model",
     "save_model",
 ]
+__all__ += communicators.__all__

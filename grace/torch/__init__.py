@@ -10,7 +10,8 @@ try:
 except ImportError as error:
     raise missing_extra("torch", "torch") from error
 
-from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterMerge, ScatterReduce
+from grace import communicators
+from grace.communicators import *  # noqa: F403 (a new one needs no line here)
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
@@ -26,9 +27,6 @@ from grace.torch.reduce_scatter import ReduceScatterState, compress_reduce_scatt
 
 __all__ = [
     "AllGatherState",
-    "Allgather",
-    "Allreduce",
-    "Broadcast",
     "Communicator",
     "Compressor",
     "DDPState",
@@ -36,11 +34,8 @@ __all__ = [
     "FSDPState",
     "Memories",
     "Memory",
-    "Pipeline",
-    "ReduceBroadcast",
+    "Pipeline",  # noqa: F405 (see __getattr__)
     "ReduceScatterState",
-    "ScatterMerge",
-    "ScatterReduce",
     "Traits",
     "allgather",
     "allreduce",
@@ -53,6 +48,7 @@ __all__ = [
     "register_ddp_hook",
     "register_fsdp_hook",
 ]
+__all__ += communicators.__all__
 
 
 def __getattr__(name: str) -> Any:

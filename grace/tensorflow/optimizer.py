@@ -17,6 +17,7 @@ from grace.core.arguments import accept_grace_argument, check_keras_backend, opt
 from grace.core.backend import Backend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
+from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import warn_own_state
@@ -296,7 +297,7 @@ class DistributedMixin(NoHorovodSubclass):
         del self.grace_state
         for name in ("_grace", "_step", "_exchanged", "_accumulated"):
             object.__delattr__(self, name)
-        self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
+        self.__class__ = type(self).__bases__[0]  # type: ignore[assignment]
 
     def save_own_variables(self, store: "H5IOStore") -> None:
         """Save the optimizer's variables, alone or with the model. Called by Keras."""
@@ -320,12 +321,12 @@ class DistributedMixin(NoHorovodSubclass):
     @classmethod
     def from_config(cls, config: dict[str, Any], **options: Any) -> keras.optimizers.Optimizer:
         """Return an optimizer of the user's class with these settings, which is not distributed."""
-        return cls.__bases__[-1].from_config(config, **options)  # type: ignore[attr-defined, no-any-return]
+        return cls.__bases__[0].from_config(config, **options)  # type: ignore[attr-defined, no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
         """Return the parts of a copy or a pickle: as Keras's, an optimizer of these settings that has made no step, and
         without the exchange."""
-        return type(self).__bases__[-1].from_config, (self.get_config(),)  # type: ignore[attr-defined]
+        return type(self).__bases__[0].from_config, (self.get_config(),)  # type: ignore[attr-defined]
 
     @property
     def strategy(self) -> Strategy | None:
@@ -559,4 +560,4 @@ def DistributedOptimizer(
 
 @functools.cache
 def _distributed_class(cls: type) -> type:
-    return type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
+    return with_mixins(cls, DistributedMixin)

@@ -13,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.backends.horovod_torch import TorchHorovodBackend
 from grace.core.api_names import TORCH
+from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
 from grace.exchange.header import digest
@@ -414,11 +415,11 @@ def distribute(
     cls = type(optimizer)
     attributes_before = set(vars(optimizer))
     patches = {name: value for name, value in vars(HorovodOptimizer).items() if not name.startswith("__")}
-    body = {**vars(_DistributedOptimizer), **patches, "__module__": cls.__module__}
-    for left_out in ("step", "__dict__", "__weakref__"):
+    body = {**vars(_DistributedOptimizer), **patches}
+    for left_out in ("step", "__module__", "__dict__", "__weakref__"):
         body.pop(left_out, None)
-    bases = (AlreadyInitialized, Closable, BroadcastableState, NonMemberMixin if session is None else StateMixin, cls)
-    optimizer.__class__ = type(cls.__name__, bases, body)
+    mixins = (AlreadyInitialized, Closable, BroadcastableState, NonMemberMixin if session is None else StateMixin)
+    optimizer.__class__ = with_mixins(cls, *mixins, body=body)
     distributed = cast(HorovodOptimizer, optimizer)
     settings = options["settings"]
     distributed._grace = cast(HorovodSession, session)

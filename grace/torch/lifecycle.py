@@ -115,5 +115,4 @@ class Closable(NoHorovodSubclass):
                 detach(session)
             for name in [*self._grace_added, "_grace_added"]:
                 vars(self).pop(name, None)
-            # The user's class is the last base of the class that the optimizer got when it was made distributed.
-            self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
+            self.__class__ = type(self).__bases__[0]  # type: ignore[assignment]  # the user's, see with_mixins()

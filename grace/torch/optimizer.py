@@ -16,6 +16,7 @@ from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
+from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.session.exchange_plan import ExchangePlan
@@ -459,7 +460,7 @@ def DistributedOptimizer(
     allow_steps(optimizer)  # a copy of a distributed optimizer refuses to step until then
     cls = type(optimizer)
     # In place, since schedulers and scalers made earlier hold this object; and a subclass, so that isinstance() holds.
-    optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
+    optimizer.__class__ = with_mixins(cls, DistributedMixin)
     optimizer._grace = session  # type: ignore[attr-defined]
     attach(optimizer, session, step_pre_hook, step_post_hook, attributes_before)
     return optimizer

@@ -56,7 +56,7 @@ class StateMixin:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Return the parts of a copy or a pickle: the user's own optimizer and its state, without the exchange."""
-        return plain_copy, (type(self).__bases__[-1],), super().__getstate__()  # type: ignore[misc]
+        return plain_copy, (type(self).__bases__[0],), super().__getstate__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's state, with this rank's Grace state under "grace".

@@ -12,6 +12,7 @@ import torch
 
 from grace.backends.object_collectives import from_root
 from grace.core.backend import Backend
+from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.pipeline.planning.exchange_prediction import documented, of_stage
@@ -179,9 +180,8 @@ class Gradients:
 
     def _exchange_before_unscaling(self) -> None:
         """Make the optimizer exchange before a GradScaler unscales."""
-        cls = type(self.optimizer)
         # a property has to be in the class, whose name stays the user's in messages
-        self.optimizer.__class__ = type(cls.__name__, (_ExchangingOptimizer, cls), {"__module__": cls.__module__})
+        self.optimizer.__class__ = with_mixins(type(self.optimizer), _ExchangingOptimizer)
         self.optimizer._pipeline = self
 
     @property

@@ -38,7 +38,7 @@ Profile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="File with the model's graph and times: written by grace pipeline graph -o, or a profile of PipeDream.",
+        help="File with the model's graph and times, which grace pipeline graph -o wrote.",
     ),
 ]
 Model = Annotated[

@@ -16,7 +16,8 @@ from tools.plan_table import table
 pytestmark = pytest.mark.slow
 
 PROFILES = Path(__file__).parent / "profiles"
-"""Profiles of PipeDream (Narayanan et al., SOSP 2019), from profiler/ of its repository; each names its source."""
+"""Profiles of PipeDream (Narayanan et al., SOSP 2019), of one batch on a V100: profiler/*/profiles/MODEL/graph.txt in
+its repository. Views keep no memory for backward, and other nodes their values."""
 
 
 def longest(graph, cuts):

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import scenarios
+from benchmarks.hand_cuts import BY_HAND
 from benchmarks.pipeline_models import MODELS, Cuttable, cuttable
 from grace.bench.common import options
 from grace.bench.common.results import Row
@@ -27,7 +28,6 @@ from grace.bench.common.text import digits
 from grace.bench.ranks.rank_program import Emit, join_run, run_as_rank
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
-from grace.pipeline.planning.baselines import BY_HAND
 from grace.pipeline.planning.blocks import cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.search import space_of

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel
+from benchmarks.hand_cuts import BY_HAND, cut_by_hand
 from grace.pipeline.planning.blocks import blocks
+from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.profiles import read
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Setting, Space

@@ -20,10 +20,11 @@ from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.pipeline.planning import baselines, profiles
+from grace.pipeline.planning import profiles
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
+from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
@@ -158,9 +159,6 @@ def plan(
     profile: Profile = None,
     dry: Dry = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write the plan to.")] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also show the times of plans that people make by hand.")
-    ] = False,
 ) -> None:
     """Plan a pipeline: how to cut a model into stages, and how many ranks each stage gets.
 
@@ -188,15 +186,12 @@ def plan(
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
     space = space_of(graph, devices, rows, costs, replace(options, cuts=None))
-    alone = baselines.data_parallel(space)
+    alone = data_parallel(space)
     if alone is not None and alone < found.seconds:
-        less = 1 - alone / found.seconds
-        print(f"Data parallelism alone is faster: {_ms(alone)}, {less:.0%} less. Use DistributedOptimizer instead.")
-    if compare:
-        print("\ndata parallelism alone:", _ms(alone))
-        for name, cut in baselines.BY_HAND.items():
-            by_hand = baselines.cut_by_hand(space, cut)
-            print(f"{name}:", _ms(None if by_hand is None else by_hand.seconds))
+        print(
+            f"Data parallelism alone is faster: {1e3 * alone:.3f} ms a step, {1 - alone / found.seconds:.0%} less. Use "
+            "DistributedOptimizer instead."
+        )
     if out is not None:
         found.save(out)
         print(f"Wrote {out}: {len(found.stages)} stages for {found.world_size} ranks")
@@ -282,10 +277,6 @@ def _versions(model: str | None) -> dict[str, str]:
     from grace.pipeline.torch.plan_search import torch_version
 
     return torch_version()
-
-
-def _ms(seconds: float | None) -> str:
-    return "memory does not suffice" if seconds is None else f"{1e3 * seconds:.3f} ms a step"
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -27,13 +27,10 @@ def run(folder, *args, code=0):
 
 def test_a_pipeline_is_planned_shown_and_checked(tmp_path):
     asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB", "--bandwidth", "1gbit", "--schedule", "1f1b")
-    said = run(tmp_path, "plan", *asked, "--compressor", "topk(ratio=0.01)", "--compare", "-o", "plan.json")
+    said = run(tmp_path, "plan", *asked, "--compressor", "topk(ratio=0.01)", "-o", "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.world_size, plan.schedule, plan.batch, plan.limit) == (4, "1f1b", 128, 16e9)
     assert f"Wrote plan.json: {len(plan.stages)} stages for 4 ranks" in said
-    others = dict(re.findall(r"^(equal \w+|data parallelism alone): ([\d.]+) ms a step$", said, re.M))
-    assert set(others) == {"equal layers", "equal parameters", "equal time", "data parallelism alone"}
-    assert plan.seconds * 1e3 <= min(map(float, others.values()))
     shown = run(tmp_path, "show", "plan.json")
     assert shown.strip() in said
     assert plan.summary in shown
@@ -77,20 +74,18 @@ def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
     one += ["--cut", "node12"]
 
     def planned(*choice):
-        said = run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", "--compare", *choice, "-o", "plan.json")
+        run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", *choice, "-o", "plan.json")
         plan = Plan.load(tmp_path / "plan.json")
-        together = float(re.search(r"^data parallelism alone: ([\d.]+) ms", said, re.M)[1])
-        return plan.compressor, [stage.exchange for stage in plan.stages], together
+        return plan.compressor, [stage.exchange for stage in plan.stages]
 
     plain, quick = planned(), planned("--compressor", sparse)
     assert sum(plain[1]) > 3 * sum(quick[1])
     spec = f"uniform(compressor={sparse}, communicator=allgather)"
-    name, exchanges, together = planned("--strategy", spec)
+    name, exchanges = planned("--strategy", spec)
     assert name == spec
     assert sum(plain[1]) > 2 * sum(exchanges)
-    assert plain[2] > together
-    assert planned("--strategy", "rules.yaml")[:2] == ("a strategy's", pytest.approx(plain[1], rel=0.1))
-    assert planned("--strategy", f"auto(methods=['{sparse}'])")[1:] == quick[1:]
+    assert planned("--strategy", "rules.yaml") == ("a strategy's", pytest.approx(plain[1], rel=0.1))
+    assert planned("--strategy", f"auto(methods=['{sparse}'])")[1] == quick[1]
 
 
 def test_a_summary_has_units_of_its_own():

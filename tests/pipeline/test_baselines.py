@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hand_cuts import BY_HAND, cut_by_hand, equal_time
 from grace.errors import ConfigError
-from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel, equal_time
+from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.profiles import read
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.planner.network import Links

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import cut_at
+from grace.pipeline.planning.blocks import ModelBlock, cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search
@@ -78,6 +78,11 @@ def _ends_within(sums: Sequence[float], most: float) -> list[int]:
     return ends
 
 
+def with_blocks(space: Space, made: Sequence[ModelBlock]) -> Space:
+    """Return a space with other blocks."""
+    return Space(space.graph, made, space.devices, space.exchanges, space.batch, space.limit, space.state, space.update)
+
+
 def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
     """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
     replicas each, every number of micro-batches and schedule, and with and without recomputation; None if memory
@@ -88,5 +93,5 @@ def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | 
         options = SearchOptions(stages=stages, replicas=count // stages, layout="replicas")
         # the rule may cut nodes apart that must be together, or memory may not suffice
         with contextlib.suppress(ConfigError):
-            found.append(search(space.with_blocks(cut_at(graph, how(graph, stages))), options))
+            found.append(search(with_blocks(space, cut_at(graph, how(graph, stages))), options))
     return min(found, key=lambda plan: plan.seconds, default=None)

@@ -20,7 +20,6 @@ from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.pipeline.planning import profiles
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
@@ -218,7 +217,7 @@ def graph(
     found = load_graph(profile, model, dry)
     _print_graph(found, longest)
     if out is not None:
-        profiles.write(found, out)
+        found.save(out)
         print(f"Wrote {out}: {len(found.nodes)} nodes")
 
 
@@ -253,7 +252,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
     if profile is not None:
         if dry:
             raise ConfigError("--dry is for --model: a profile has its times")
-        return profiles.read(profile)
+        return Graph.load(profile)
     assert model is not None
     result = call_model_function(model)
     if not isinstance(result, tuple) or len(result) != 2 or callable(result[1]):

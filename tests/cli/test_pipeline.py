@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grace.pipeline.planning import profiles
+from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
@@ -168,7 +168,7 @@ def test_a_models_graph_is_shown_and_planned_with_elsewhere(models):
     said = run(models, "graph", "--model", "nets_of_a_test:net", "--longest", "2", "-o", "g.json")
     assert re.search(r"^6 nodes \(2 Linear, .*\), 5 parameters of 7.\d+ kB, [\d.]+ \+ [\d.]+ ms$", said, re.M), said
     assert len(re.findall(r"nets_of_a_test.py:\d+", said)) == 2
-    graph = profiles.read(models / "g.json")
+    graph = Graph.load(models / "g.json")
     assert (graph.rows, graph.variable("two.weight").shape) == (4, (100, 8))
     assert all(node.forward > 0 for node in graph.nodes)
     run(models, "plan", "--profile", "g.json", "-n", "2", "--stages", "2", "-o", "p.json")

@@ -8,22 +8,21 @@ from hypothesis import given, settings
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.planning.profiles import of_dict, read, to_dict, write
 from tests.pipeline.graphs import chain, graphs
 
 
 @settings(max_examples=50, deadline=None)
 @given(graph=graphs)
 def test_graphs_are_read_as_they_were_written(graph):
-    again = of_dict(json.loads(json.dumps(to_dict(graph))))
+    again = Graph.from_dict(json.loads(json.dumps(graph.to_dict())))
     assert again == graph
     assert again.key == graph.key
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
     graph = Graph(chain(3, parameters=8.0).nodes, {"x": 1.0}, ("n2",), 4, (), (Variable("w0", (2, 1)),))
-    write(graph, tmp_path / "graph.json")
-    assert read(tmp_path / "graph.json") == graph
+    graph.save(tmp_path / "graph.json")
+    assert Graph.load(tmp_path / "graph.json") == graph
     assert graph.variable("w0").shape == (2, 1)
     assert graph.variable("w1") == Variable("w1", (2,))
 
@@ -53,10 +52,10 @@ def test_what_is_no_graph_is_refused(tmp_path, document, says):
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=says):
-        read(path)
+        Graph.load(path)
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
-        read(path)
+        Graph.load(path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``grace strategy``: build, show, check and compare strategies."""
+"""``grace strategy``: build, show and check strategies."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from grace.strategy.plan import ShardPlan, Strategy, communicator_of
 from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank, collectives_of, payload_bytes
 from grace.strategy.sync import ALONE
 
-app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
+app = typer.Typer(no_args_is_help=True, help="Build, show and check strategies.")
 
 MODEL = (
     "module:function that returns a model, as in examples.torch.models:lstm, or (model, loss, samples), as for bench."
@@ -109,17 +109,6 @@ def schema(
         draft.write_text(text + "\n")
 
 
-@app.command()
-def diff(first: File, second: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
-    """Compare two strategies, variable by variable; exit code 1 if they differ."""
-    lines = list(_differences(*(_load(path, model, resources, ranks) for path in (first, second))))
-    for line in lines:
-        print(line)
-    if lines:
-        raise typer.Exit(1)
-    print("the strategies are the same")
-
-
 def _load(path: Path, model: str | None, resources: Path | None, ranks: int | None) -> Strategy:
     from grace.strategy import schema
 
@@ -195,32 +184,3 @@ def _destination(part: ShardPlan) -> str:
     if not options["sync"]:
         under_way = f", {options['ahead']} ahead at most"
     return f"rank {part.sync.destination}{under_way}{', replicated' if options['local_replication'] else ''}"
-
-
-def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
-    for fact in ("world_size", "nodes"):
-        if getattr(first, fact) != getattr(second, fact):
-            yield f"cluster.{fact}: {getattr(first, fact)} | {getattr(second, fact)}"
-    ours, theirs = ({plan.variable.name: dict(_flat(plan.to_dict())) for plan in s.plans} for s in (first, second))
-    for name in dict.fromkeys([*ours, *theirs]):
-        if name not in theirs or name not in ours:
-            yield f"{name}: only in the {'first' if name in ours else 'second'}"
-            continue
-        for key in dict.fromkeys([*ours[name], *theirs[name]]):
-            one, other = (variables[name].get(key, "-") for variables in (ours, theirs))
-            if one != other:
-                yield f"{name}.{key}: {one} | {other}"
-    # The order counts: buckets follow it, and a strategy's id has it.
-    if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
-        yield "variables: in another order"
-
-
-def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flat(item, f"{prefix}.{key}" if prefix else key)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for i, item in enumerate(value):
-            yield from _flat(item, f"{prefix}[{i}]")
-    else:
-        yield prefix, value

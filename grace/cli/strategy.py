@@ -18,7 +18,7 @@ from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, communicator_of
-from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank, collectives_of, payload_bytes
+from grace.strategy.predicted_bytes import bytes_by_rank, collectives_of, payload_bytes
 from grace.strategy.sync import ALONE
 
 app = typer.Typer(no_args_is_help=True, help="Build, show and check strategies.")
@@ -133,26 +133,24 @@ def _summary(strategy: Strategy) -> str:
 def _traffic_lines(strategy: Strategy) -> Iterator[str]:
     """Yield a line for each rank's traffic, or for the ranks that send most, and one for the busiest link."""
     sends = "{} sends, and receives, {} a step".format
-    found = bytes_by_rank(strategy)
+    roots, other = bytes_by_rank(strategy)
     if strategy.world_size <= MOST_ROWS:
-        for rank, to_others in enumerate(bytes_between_ranks(strategy)):
-            to = ", ".join(f"{of_bytes(nbytes)} to rank {other}" for other, nbytes in enumerate(to_others) if nbytes)
-            detail = f": {to}" if strategy.world_size > 2 and to else ""
-            yield sends(f"rank {rank}", of_bytes(sum(to_others))) + detail
+        for rank in range(strategy.world_size):
+            yield sends(f"rank {rank}", of_bytes(roots.get(rank, other)))
     else:
-        roots = sorted((kind for kind in found if kind[0]), key=lambda kind: -kind[1])
-        for (rank, *_), nbytes in roots[:MOST_ROWS]:
+        busiest_first = sorted(roots.items(), key=lambda root: -root[1])
+        for rank, nbytes in busiest_first[:MOST_ROWS]:
             yield sends(f"rank {rank}", of_bytes(nbytes))
         if len(roots) > MOST_ROWS:
-            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {of_bytes(roots[-1][1])} or more"
-        if not found[-1][0]:
+            least = of_bytes(busiest_first[-1][1])
+            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {least} or more"
+        if len(roots) < strategy.world_size:
             others = f"each of the other {strategy.world_size - len(roots)} ranks" if roots else "each rank"
-            yield sends(others, of_bytes(found[-1][1]))
-    most = max(nbytes for _, nbytes in found)
-    least = min(nbytes for _, nbytes in found)
-    if strategy.world_size > 1 and most > 1.5 * least:
-        busiest = next(ranks[0] for ranks, nbytes in found if nbytes == most)
-        yield f"the busiest link is that of rank {busiest}: {most / max(1.0, least):.1f} times the least"
+            yield sends(others, of_bytes(other))
+    every = [*roots.values(), *([other] if len(roots) < strategy.world_size else [])]
+    if strategy.world_size > 1 and max(every) > 1.5 * min(every):
+        busiest = max(roots, key=roots.__getitem__)
+        yield f"the busiest link is that of rank {busiest}: {max(every) / max(1.0, min(every)):.1f} times the least"
 
 
 def _rows(strategy: Strategy) -> Iterator[list[str]]:

@@ -124,7 +124,9 @@ class Atoms:
         trained: dict[str, torch.Tensor] = {}
         for node in self.dynamic:
             value, stored = self.values[node], self.stored(node)
-            parameters = {name: tensor for name, tensor in stored.items() if _is_trained(tensor)}
+            parameters = {
+                name: p for name, p in stored.items() if isinstance(p, torch.nn.Parameter) and p.requires_grad
+            }
             trained |= parameters
             nodes.append(
                 GraphNode(
@@ -195,11 +197,6 @@ class CapturedBatch:
         flat = zip(self.flat, self.whole, strict=True)
         doubled = [torch.cat([one, one]) if has_rows(one, self.rows) and not whole else one for one, whole in flat]
         return self.with_inputs(doubled).atoms.values_by_name
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    """Return True for a parameter that requires gradients."""
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
 def tensor_leaves(value: object) -> list[torch.Tensor]:

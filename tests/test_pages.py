@@ -261,7 +261,7 @@ def test_a_pages_quick_commands_run(page, tmp_path, monkeypatch):
     for words in commands(page):
         if words[0] in QUICK or "--dry-run" in words:
             code, out, err = grace_command(*words, folder=tmp_path)
-            assert (code, err) == (int("diff" in words), ""), f"grace {' '.join(words)}: {out}{err}"
+            assert (code, err) == (0, ""), f"grace {' '.join(words)}: {out}{err}"
 
 
 def test_make_targets_in_pages_are_there():

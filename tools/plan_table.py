@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel
+from benchmarks.hand_cuts import BY_HAND, cut_by_hand, with_blocks
 from grace.pipeline.planning.blocks import blocks
-from grace.pipeline.planning.profiles import read
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
@@ -41,7 +42,7 @@ def table(
         "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for path, count, gbit in itertools.product(profiles, devices, gbits):
-        graph = read(path)
+        graph = Graph.load(path)
         links, batch = Links(gbit * 1e9 / 8, LATENCY), graph.rows * count
         options = SearchOptions(compressor=compressor, memory=memory, memory_margin=0.0)
         space = space_of(graph, count, batch, links, options)
@@ -61,7 +62,7 @@ def table(
 
 def _against_all(space: Space, most: int = 10) -> float:
     """Return the longest stage that the dynamic program finds over that of :func:`exhaustive`, with few blocks."""
-    few = space.with_blocks(blocks(space.graph, most))
+    few = with_blocks(space, blocks(space.graph, most))
     found = search(few, SearchOptions())
     setting = Setting(found.schedule, found.microbatches, found.recompute)
     stage_search = StageSearch(few, setting, len(found.stages))

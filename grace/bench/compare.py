@@ -81,8 +81,6 @@ MEASURES = {
         Measure(("decode_ms",), "decode", 0.1, time=True),
         Measure(("vnmse",), "vNMSE", 0.05),
     ),
-    "plan": (STEP, Measure(("to_plain",), "to plain", 0.1), Measure(("settled",), "settled", 0.1)),
-    "pipeline": (STEP,),
 }
 """Measures of each kind of results; a row's verdict depends on the first one."""
 
@@ -201,9 +199,8 @@ def compare(
 ) -> None:
     """Compare two results of the same benchmark, row by row.
 
-    Rows are matched by method, or by model in results of plan and pipeline,
-    and by where it was measured (tensor; or bandwidth, ranks, engine). Ratios
-    are b / a. A change counts where the quartiles of the two do not overlap,
+    Rows are matched by method, and by where it was measured (tensor; or
+    bandwidth, ranks, engine). Ratios are b / a. A change counts where the quartiles of the two do not overlap,
     or for quality the spreads over seeds; where there are neither, where it
     exceeds a tenth (times), a twentieth (vNMSE) or a hundredth (bytes).
     """

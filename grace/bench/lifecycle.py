@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grace.bench.common.ending import Ending
-from grace.bench.common.results import Results, Row, Settings, load, naming_damage
+from grace.bench.common.results import Results, Settings
 from grace.bench.report.tables import SHOW
 from grace.errors import ConfigError, missing_extra
 
@@ -20,11 +20,11 @@ from grace.errors import ConfigError, missing_extra
 class BenchmarkRun(Ending):
     """Benchmark that is under way.
 
-    It writes to a folder, and shows on its console; without a folder it does neither. With ``resume`` it begins with
-    the rows that the folder has. ``ending`` goes to :class:`Ending`.
+    It writes to a folder, and shows on its console; without a folder it does neither. ``ending`` goes to
+    :class:`Ending`.
     """
 
-    def __init__(self, kind: str, settings: Settings, out: Path | None, resume: bool = False, **ending: str):
+    def __init__(self, kind: str, settings: Settings, out: Path | None, **ending: str):
         super().__init__(f"grace bench {kind}", **ending)
         self.console = Console(highlight=False, quiet=out is None)
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
@@ -36,17 +36,7 @@ class BenchmarkRun(Ending):
             need_report()
             if self.earlier and not os.access(out, os.W_OK | os.X_OK):
                 raise ConfigError(f"cannot write to {out}: {os.strerror(errno.EACCES)}")
-            if self.earlier and resume:
-                self.results.rows = self._earlier_rows(out)
         self.save()  # a folder that cannot be written to fails before the measurements
-
-    def _earlier_rows(self, out: Path) -> list[Row]:
-        with naming_damage(out / "results.json"):
-            earlier = load(out)
-            if earlier.kind != self.results.kind:
-                raise ConfigError(f"--resume: {out} has results of {earlier.kind}, not of {self.results.kind}")
-            SHOW[earlier.kind](Console(quiet=True), earlier)  # damaged rows would fail after the measurements
-        return earlier.rows
 
     def save(self) -> None:
         """Write the results so far."""

@@ -20,10 +20,10 @@ from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.pipeline.planning import baselines, profiles
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
+from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
@@ -38,7 +38,7 @@ Profile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="File with the model's graph and times: written by grace pipeline graph -o, or a profile of PipeDream.",
+        help="File with the model's graph and times, which grace pipeline graph -o wrote.",
     ),
 ]
 Model = Annotated[
@@ -158,9 +158,6 @@ def plan(
     profile: Profile = None,
     dry: Dry = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write the plan to.")] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also show the times of plans that people make by hand.")
-    ] = False,
 ) -> None:
     """Plan a pipeline: how to cut a model into stages, and how many ranks each stage gets.
 
@@ -188,34 +185,21 @@ def plan(
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
     space = space_of(graph, devices, rows, costs, replace(options, cuts=None))
-    alone = baselines.data_parallel(space)
+    alone = data_parallel(space)
     if alone is not None and alone < found.seconds:
-        less = 1 - alone / found.seconds
-        print(f"Data parallelism alone is faster: {_ms(alone)}, {less:.0%} less. Use DistributedOptimizer instead.")
-    if compare:
-        print("\ndata parallelism alone:", _ms(alone))
-        for name, cut in baselines.BY_HAND.items():
-            by_hand = baselines.cut_by_hand(space, cut)
-            print(f"{name}:", _ms(None if by_hand is None else by_hand.seconds))
+        print(
+            f"Data parallelism alone is faster: {1e3 * alone:.3f} ms a step, {1 - alone / found.seconds:.0%} less. Use "
+            "DistributedOptimizer instead."
+        )
     if out is not None:
         found.save(out)
         print(f"Wrote {out}: {len(found.stages)} stages for {found.world_size} ranks")
 
 
 @app.command()
-def show(
-    plan: File,
-    html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
-) -> None:
+def show(plan: File) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
-    check_outputs(html, sources=[plan])
-    found = Plan.load(plan)
-    print_plan(found, standard_output())
-    if html is not None:
-        from grace.cli.pages import write_pipeline
-
-        write_pipeline(html, found, lambda page: print_plan(found, page))
-        print(f"Wrote {html} ({html.stat().st_size / 1000:.0f} kB).")
+    print_plan(Plan.load(plan), standard_output())
 
 
 @app.command()
@@ -233,7 +217,7 @@ def graph(
     found = load_graph(profile, model, dry)
     _print_graph(found, longest)
     if out is not None:
-        profiles.write(found, out)
+        found.save(out)
         print(f"Wrote {out}: {len(found.nodes)} nodes")
 
 
@@ -268,7 +252,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
     if profile is not None:
         if dry:
             raise ConfigError("--dry is for --model: a profile has its times")
-        return profiles.read(profile)
+        return Graph.load(profile)
     assert model is not None
     result = call_model_function(model)
     if not isinstance(result, tuple) or len(result) != 2 or callable(result[1]):
@@ -292,10 +276,6 @@ def _versions(model: str | None) -> dict[str, str]:
     from grace.pipeline.torch.plan_search import torch_version
 
     return torch_version()
-
-
-def _ms(seconds: float | None) -> str:
-    return "memory does not suffice" if seconds is None else f"{1e3 * seconds:.3f} ms a step"
 
 
 def print_plan(plan: Plan, console: Console) -> None:

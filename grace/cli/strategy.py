@@ -1,4 +1,4 @@
-"""``grace strategy``: build, show, check and compare strategies."""
+"""``grace strategy``: build, show and check strategies."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy, communicator_of
-from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank, collectives_of, payload_bytes
+from grace.strategy.predicted_bytes import bytes_by_rank, collectives_of, payload_bytes
 from grace.strategy.sync import ALONE
 
-app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
+app = typer.Typer(no_args_is_help=True, help="Build, show and check strategies.")
 
 MODEL = (
     "module:function that returns a model, as in examples.torch.models:lstm, or (model, loss, samples), as for bench."
@@ -109,17 +109,6 @@ def schema(
         draft.write_text(text + "\n")
 
 
-@app.command()
-def diff(first: File, second: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
-    """Compare two strategies, variable by variable; exit code 1 if they differ."""
-    lines = list(_differences(*(_load(path, model, resources, ranks) for path in (first, second))))
-    for line in lines:
-        print(line)
-    if lines:
-        raise typer.Exit(1)
-    print("the strategies are the same")
-
-
 def _load(path: Path, model: str | None, resources: Path | None, ranks: int | None) -> Strategy:
     from grace.strategy import schema
 
@@ -144,26 +133,24 @@ def _summary(strategy: Strategy) -> str:
 def _traffic_lines(strategy: Strategy) -> Iterator[str]:
     """Yield a line for each rank's traffic, or for the ranks that send most, and one for the busiest link."""
     sends = "{} sends, and receives, {} a step".format
-    found = bytes_by_rank(strategy)
+    roots, other = bytes_by_rank(strategy)
     if strategy.world_size <= MOST_ROWS:
-        for rank, to_others in enumerate(bytes_between_ranks(strategy)):
-            to = ", ".join(f"{of_bytes(nbytes)} to rank {other}" for other, nbytes in enumerate(to_others) if nbytes)
-            detail = f": {to}" if strategy.world_size > 2 and to else ""
-            yield sends(f"rank {rank}", of_bytes(sum(to_others))) + detail
+        for rank in range(strategy.world_size):
+            yield sends(f"rank {rank}", of_bytes(roots.get(rank, other)))
     else:
-        roots = sorted((kind for kind in found if kind[0]), key=lambda kind: -kind[1])
-        for (rank, *_), nbytes in roots[:MOST_ROWS]:
+        busiest_first = sorted(roots.items(), key=lambda root: -root[1])
+        for rank, nbytes in busiest_first[:MOST_ROWS]:
             yield sends(f"rank {rank}", of_bytes(nbytes))
         if len(roots) > MOST_ROWS:
-            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {of_bytes(roots[-1][1])} or more"
-        if not found[-1][0]:
+            least = of_bytes(busiest_first[-1][1])
+            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {least} or more"
+        if len(roots) < strategy.world_size:
             others = f"each of the other {strategy.world_size - len(roots)} ranks" if roots else "each rank"
-            yield sends(others, of_bytes(found[-1][1]))
-    most = max(nbytes for _, nbytes in found)
-    least = min(nbytes for _, nbytes in found)
-    if strategy.world_size > 1 and most > 1.5 * least:
-        busiest = next(ranks[0] for ranks, nbytes in found if nbytes == most)
-        yield f"the busiest link is that of rank {busiest}: {most / max(1.0, least):.1f} times the least"
+            yield sends(others, of_bytes(other))
+    every = [*roots.values(), *([other] if len(roots) < strategy.world_size else [])]
+    if strategy.world_size > 1 and max(every) > 1.5 * min(every):
+        busiest = max(roots, key=roots.__getitem__)
+        yield f"the busiest link is that of rank {busiest}: {max(every) / max(1.0, min(every)):.1f} times the least"
 
 
 def _rows(strategy: Strategy) -> Iterator[list[str]]:
@@ -195,32 +182,3 @@ def _destination(part: ShardPlan) -> str:
     if not options["sync"]:
         under_way = f", {options['ahead']} ahead at most"
     return f"rank {part.sync.destination}{under_way}{', replicated' if options['local_replication'] else ''}"
-
-
-def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
-    for fact in ("world_size", "nodes"):
-        if getattr(first, fact) != getattr(second, fact):
-            yield f"cluster.{fact}: {getattr(first, fact)} | {getattr(second, fact)}"
-    ours, theirs = ({plan.variable.name: dict(_flat(plan.to_dict())) for plan in s.plans} for s in (first, second))
-    for name in dict.fromkeys([*ours, *theirs]):
-        if name not in theirs or name not in ours:
-            yield f"{name}: only in the {'first' if name in ours else 'second'}"
-            continue
-        for key in dict.fromkeys([*ours[name], *theirs[name]]):
-            one, other = (variables[name].get(key, "-") for variables in (ours, theirs))
-            if one != other:
-                yield f"{name}.{key}: {one} | {other}"
-    # The order counts: buckets follow it, and a strategy's id has it.
-    if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
-        yield "variables: in another order"
-
-
-def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flat(item, f"{prefix}.{key}" if prefix else key)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for i, item in enumerate(value):
-            yield from _flat(item, f"{prefix}[{i}]")
-    else:
-        yield prefix, value

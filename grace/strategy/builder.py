@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from grace.backends.topology import Host, Topology
 from grace.communicators.choice import default_communicator
@@ -18,41 +18,14 @@ from grace.strategy.plan import ShardPlan, Strategy, VariablePlan
 from grace.strategy.rule import CompressorRules
 from grace.strategy.sync import Sync
 
-
-class Machine(Protocol):
-    """Node as builders see it; see :class:`grace.launch.cluster.Node`.
-
-    Attributes:
-        address: host name or address of the node.
-        gpus, cpus: numbers of the node's GPUs, and of its CPUs; none where no file tells them.
-        network_bandwidth: Gbit/s; None where no file tells it.
-    """
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def gpus(self) -> Sequence[int]: ...
-    @property
-    def cpus(self) -> Sequence[int]: ...
-    @property
-    def network_bandwidth(self) -> float | None: ...
+if TYPE_CHECKING:  # it needs pydantic, which a run without a strategy does not
+    from grace.launch.cluster import Resources
 
 
-class Cluster(Protocol):
-    """Cluster as builders see it; see :class:`grace.launch.cluster.Resources`.
-
-    Attributes:
-        nodes: machines of the cluster.
-        world_size: number of ranks.
-        ranks: for each rank, the number of its node.
-    """
-
-    @property
-    def nodes(self) -> Sequence[Machine]: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
+Cluster = Union[Topology, "OneNode", "Resources"]
+"""Cluster as builders see it: ``world_size``, the number of ranks; ``ranks``, the number of each rank's node; and
+``nodes``, each with its ``address``, the numbers of its ``gpus`` and ``cpus``, and its ``network_bandwidth`` in Gbit/s,
+None where no file tells it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bytes that a strategy sends, by part, by rank and by direction; headers are not counted."""
+"""Bytes that a strategy sends, by part and by rank; headers are not counted."""
 
 import math
 from collections.abc import Iterator
@@ -50,38 +50,14 @@ def payload_bytes(part: ShardPlan, variable: Variable, world: int) -> PayloadByt
     return PayloadBytes(math.ceil(nbytes), known)
 
 
-def bytes_between_ranks(strategy: Strategy) -> list[list[float]]:
-    """Return the bytes that go from each rank (first index) to each other one in a step.
-
-    Sums go round a ring, from each rank to the next; what is gathered goes from everyone to everyone, as shards do.
-
-    >>> from grace.strategy import Sync, VariablePlan
-    >>> through_1 = ShardPlan(Sync("reduce_broadcast", destination=1))
-    >>> bytes_between_ranks(Strategy((VariablePlan(Variable("w", (25,)), (through_1,)),), world_size=3))
-    [[0.0, 100.0, 0.0], [100.0, 0.0, 100.0], [0.0, 100.0, 0.0]]
-    """
-    world = strategy.world_size
-    sums = [[0.0] * world for _ in range(world)]
-    for leg, nbytes in _legs(strategy):
-        for rank in range(world):
-            others = [other for other in range(world) if other != rank]
-            if leg.collective.name == "allreduce":
-                others = [(rank + 1) % world] if others else []
-            elif leg.root not in (None, rank):
-                others = [leg.root]
-            for other in others:
-                sums[rank][other] += leg.sent(nbytes, world, rank) / len(others)
-    return sums
-
-
-def bytes_by_rank(strategy: Strategy) -> list[tuple[list[int], float]]:
-    """Return the ranks that send equally many bytes in a step, and the bytes: each root of a rooted collective by
-    itself, and last all other ranks, as an empty list, if there are any. Each rank receives as many bytes as it sends.
+def bytes_by_rank(strategy: Strategy) -> tuple[dict[int, float], float]:
+    """Return the bytes that each root of a rooted collective sends in a step, by its rank, and those that each other
+    rank sends. Each rank receives as many bytes as it sends.
 
     >>> from grace.strategy import VariablePlan, Sync
     >>> part = ShardPlan(Sync("reduce_broadcast", destination=7))
     >>> bytes_by_rank(Strategy((VariablePlan(Variable("w", (25,)), (part,)),), world_size=10**9))
-    [([7], 99999999900.0), ([], 100.0)]
+    ({7: 99999999900.0}, 100.0)
     """
     world = strategy.world_size
     usual = 0.0
@@ -91,8 +67,7 @@ def bytes_by_rank(strategy: Strategy) -> list[tuple[list[int], float]]:
         usual += other
         if leg.root is not None:
             more[leg.root] = more.get(leg.root, 0.0) + leg.sent(nbytes, world, leg.root) - other
-    found: list[tuple[list[int], float]] = [([rank], usual + extra) for rank, extra in sorted(more.items())]
-    return found + [([], usual)] * (len(more) < world)
+    return {rank: usual + extra for rank, extra in sorted(more.items())}, usual
 
 
 def _legs(strategy: Strategy) -> Iterator[tuple[Leg, float]]:

@@ -54,7 +54,7 @@ def test_ranks_of_a_launcher_start_no_ranks_of_their_own(monkeypatch):
 
 
 def test_a_rank_that_is_killed_under_mpirun_is_named(tmp_path):
-    launcher = launchers.RankLauncher([launchers.Process([])], 2, "mpi", {}, launchers.KILLED_BY_MPIRUN)
+    launcher = launchers.RankLauncher([launchers.Process([])], "mpi", {})
     said = "mpirun noticed that process rank 1 with PID 0 on node here exited on signal 9 (Killed)."
     (tmp_path / "launcher.log").write_text(f"[1]<stdout>:x\n{said}\n")
     assert scenario._complaints(launcher, {0: 137}, tmp_path) == "rank 1 was ended by SIGKILL"

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import planning_time, readme_figures
+from benchmarks import pipeline_cuts, planning_time, readme_figures
 from tests.support.command import grace_command
 
 MINE = """
@@ -102,24 +102,6 @@ REFUSED = {
         (["--task", "mnist"], "unknown task 'mnist'"),
         (["--out", "/dev/null/here"], "cannot write to /dev/null/here"),
     ],
-    "plan": [
-        (["--models", "vgg"], "unknown model 'vgg'; known: transformer, "),
-        (["--models", ""], "there are no models"),
-        (["-n", "1"], "--ranks must be between 2 and 1000, not 1: one rank exchanges nothing"),
-        (["--methods", "topq"], "did you mean 'topk'"),
-        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["--out", __file__], "cannot write to"),
-    ],
-    "pipeline": [
-        (["--models", ""], "no models"),
-        (["--models", "vgg"], "unknown model 'vgg'"),
-        (["--methods", "zip"], "zip"),
-        (["-n", "1"], "--ranks must be between 2 and 1000"),
-        (["-n", "4", "--stages", "2,4"], "--stages is a whole number, or any, not '2,4'"),
-        (["-n", "4", "--stages", "3"], "--stages must divide the 4 ranks"),
-        (["--schedule", "zbv"], "gpipe or 1f1b"),
-        (["--blocks", "0"], "--blocks must be at least 1"),
-    ],
 }
 CASES = [
     pytest.param(command, *getattr(case, "values", case), marks=getattr(case, "marks", ()))
@@ -145,6 +127,8 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, s
         (planning_time, ["--variables", "0"], "error: "),
         (planning_time, ["--ranks", "0"], "error: "),
         (planning_time, ["--bandwidth", "slow"], "error: "),
+        (pipeline_cuts, ["-n", "4", "--stages", "3"], "error: --stages must divide the ranks"),
+        (pipeline_cuts, ["--schedule", "zbv"], "choose from"),
         (readme_figures, ["--only", "nothing"], "error: "),
         (readme_figures, ["--smallest", "--folder", str(readme_figures.RESULTS)], "error: "),
     ],

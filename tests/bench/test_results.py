@@ -78,7 +78,7 @@ def test_a_file_without_rows_is_whole(tmp_path):
 def test_an_unknown_kind_is_damage(results, tmp_path):
     path, _ = results.save(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "kind": "coffee"}))
-    with pytest.raises(ConfigError, match="kind of kernels, step, train, plan, pipeline"):
+    with pytest.raises(ConfigError, match="kind of kernels, step, train"):
         record.load(path)
 
 

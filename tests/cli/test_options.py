@@ -9,7 +9,7 @@ from grace.bench.common.user_functions import load_function
 from grace.cli.terminal import check_outputs, check_writable
 from tests.support.command import grace_command
 
-BENCHES = ["step", "train", "kernels", "plan", "pipeline", "all"]
+BENCHES = ["step", "train", "kernels", "all"]
 WRITING = [*(f"bench {name}" for name in BENCHES), "demo", "report", "trace", "strategy build"]
 HELPS = {
     "": ["│ list ", "│ describe ", "│ demo ", "│ bench "],

@@ -2,18 +2,15 @@
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from grace.bench.common.text import of_bytes
-from grace.pipeline.planning import profiles
+from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain
-from tests.support.bench_results import pictures
 from tests.support.command import grace_command
 
 pytestmark = pytest.mark.slow
@@ -30,13 +27,10 @@ def run(folder, *args, code=0):
 
 def test_a_pipeline_is_planned_shown_and_checked(tmp_path):
     asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB", "--bandwidth", "1gbit", "--schedule", "1f1b")
-    said = run(tmp_path, "plan", *asked, "--compressor", "topk(ratio=0.01)", "--compare", "-o", "plan.json")
+    said = run(tmp_path, "plan", *asked, "--compressor", "topk(ratio=0.01)", "-o", "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.world_size, plan.schedule, plan.batch, plan.limit) == (4, "1f1b", 128, 16e9)
     assert f"Wrote plan.json: {len(plan.stages)} stages for 4 ranks" in said
-    others = dict(re.findall(r"^(equal \w+|data parallelism alone): ([\d.]+) ms a step$", said, re.M))
-    assert set(others) == {"equal layers", "equal parameters", "equal time", "data parallelism alone"}
-    assert plan.seconds * 1e3 <= min(map(float, others.values()))
     shown = run(tmp_path, "show", "plan.json")
     assert shown.strip() in said
     assert plan.summary in shown
@@ -80,56 +74,24 @@ def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
     one += ["--cut", "node12"]
 
     def planned(*choice):
-        said = run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", "--compare", *choice, "-o", "plan.json")
+        run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", *choice, "-o", "plan.json")
         plan = Plan.load(tmp_path / "plan.json")
-        together = float(re.search(r"^data parallelism alone: ([\d.]+) ms", said, re.M)[1])
-        return plan.compressor, [stage.exchange for stage in plan.stages], together
+        return plan.compressor, [stage.exchange for stage in plan.stages]
 
     plain, quick = planned(), planned("--compressor", sparse)
     assert sum(plain[1]) > 3 * sum(quick[1])
     spec = f"uniform(compressor={sparse}, communicator=allgather)"
-    name, exchanges, together = planned("--strategy", spec)
+    name, exchanges = planned("--strategy", spec)
     assert name == spec
     assert sum(plain[1]) > 2 * sum(exchanges)
-    assert plain[2] > together
-    assert planned("--strategy", "rules.yaml")[:2] == ("a strategy's", pytest.approx(plain[1], rel=0.1))
-    assert planned("--strategy", f"auto(methods=['{sparse}'])")[1:] == quick[1:]
+    assert planned("--strategy", "rules.yaml") == ("a strategy's", pytest.approx(plain[1], rel=0.1))
+    assert planned("--strategy", f"auto(methods=['{sparse}'])")[1] == quick[1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_plan_is_drawn(tmp_path, schedule):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB")
-    run(tmp_path, "plan", *asked, "--schedule", schedule, "-o", "plan.json")
-    plan = Plan.load(tmp_path / "plan.json")
-    assert "Wrote plan.html" in run(tmp_path, "show", "plan.json", "--html", "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    drawings = [ElementTree.fromstring(svg) for svg in pictures(page)]
-    assert len(drawings) == 2
-    texts = [["".join(text.itertext()) for text in drawing.iter(SVG_TEXT)] for drawing in drawings]
-    assert sum(text.startswith("rank") for text in texts[0]) == len({stage.ranks for stage in plan.stages})
-    assert [text.split("  ")[0] for text in texts[1] if text.startswith("rank ")] == [f"rank {n}" for n in range(4)]
-    for stage in plan.stages[:-1]:
-        assert f"{of_bytes(stage.sent)}, {of_bytes(stage.returned)} back" in page
-    assert plan.summary in page
-    assert not re.search(r'(src|href)="(?!#|data:)', page), "it loads nothing"
-
-
-def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+def test_a_summary_has_units_of_its_own():
     graph = chain(4, parameters=1e4, nbytes=8.0, rows=8)
     made = search_plan(graph, 2, 8, Links(1e9), SearchOptions(stages=2, memory=16e9))
     assert made.summary.endswith("; the fullest rank has 70 kB of 16 GB")
-    made.save(tmp_path / "plan.json")
-    run(tmp_path, "show", "plan.json", "--html", "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    schedule, memory = (
-        ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter(SVG_TEXT)] for svg in pictures(page)
-    )
-    assert {"rank 0", "rank 1"} <= set(schedule)
-    assert "kB" in memory
-    assert "The dashed line" not in page  # beside it no bar would be seen
-    assert "A device has 16.0 GB" in page
 
 
 @pytest.mark.parametrize(
@@ -147,8 +109,6 @@ def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
         (["plan", "-n", "2", "--profile", "none.json"], "none.json: cannot be read: No such file"),
         (["plan", "-n", "2", "--profile", "none.json", "-o", "no/p.json"], "cannot write no/p.json: No such file"),
         (["graph", "--profile", "none.json", "-o", "no/g.json"], "cannot write no/g.json: No such file"),
-        (["show", "none.json", "--html", "no/p.html"], "cannot write no/p.html: No such file"),
-        (["show", "none.json", "--html", "./none.json"], "none.json is a file that is read"),
         (["plan", "-n", "2", "--profile", "none.json", "-o", "./none.json"], "none.json is a file that is read"),
         (["graph", "--profile", "none.json", "-o", "./none.json"], "none.json is a file that is read"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "s.yaml"], "s.yaml: cannot be read: No such file"),
@@ -208,7 +168,7 @@ def test_a_models_graph_is_shown_and_planned_with_elsewhere(models):
     said = run(models, "graph", "--model", "nets_of_a_test:net", "--longest", "2", "-o", "g.json")
     assert re.search(r"^6 nodes \(2 Linear, .*\), 5 parameters of 7.\d+ kB, [\d.]+ \+ [\d.]+ ms$", said, re.M), said
     assert len(re.findall(r"nets_of_a_test.py:\d+", said)) == 2
-    graph = profiles.read(models / "g.json")
+    graph = Graph.load(models / "g.json")
     assert (graph.rows, graph.variable("two.weight").shape) == (4, (100, 8))
     assert all(node.forward > 0 for node in graph.nodes)
     run(models, "plan", "--profile", "g.json", "-n", "2", "--stages", "2", "-o", "p.json")

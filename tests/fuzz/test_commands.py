@@ -16,7 +16,7 @@ from grace.errors import GraceError
 from tests.support.examples import examples
 from tests.support.mutations import WORDS
 
-READ = ["list", "describe", "strategy build", "strategy show", "strategy check", "strategy diff", "bench compare"]
+READ = ["list", "describe", "strategy build", "strategy show", "strategy check", "bench compare"]
 ODD = ["--help", "-", "--", "s.yaml", ".", "..", "/", "nan", "-1", "9" * 400, "a" * 5000, "json:loads", "mine:net"]
 SPECS = ["topk(ratio=1e999)", "parallax(compressor=topk(ratio=2))", "qsgd(levels=" * 300]
 WORD = st.sampled_from([*WORDS, *ODD, *SPECS]) | st.text(st.characters(exclude_characters="\0"), max_size=8)

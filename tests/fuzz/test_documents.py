@@ -14,7 +14,6 @@ from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.errors import GraceError
 from grace.launch.cluster import Resources
-from grace.pipeline.planning import profiles
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.strategy import schema
@@ -55,22 +54,14 @@ PLAN = Plan(
     memory=(1.0, 2.0, 3.0, 4.0),
     limit=9.0,
 ).to_dict()
-GRAPH = profiles.to_dict(
-    Graph(
-        (GraphNode("a", ("x",), 4.0, 0.1, 0.2, parameters={"w": 24.0}), GraphNode("b", ("a",), line="net.py:3")),
-        {"x": 8.0},
-        ("b",),
-        rows=2,
-        together=(frozenset("ab"),),
-        variables=(Variable("w", (2, 3)),),
-    )
-)
-PIPEDREAM = {
-    "columns": profiles.COLUMNS,
-    "source": "profiles/vgg16/graph.txt",
-    "nodes": [["x", "Input", 0.0, 0.0, 8.0, 0.0], ["a", "Linear", 1.0, 2.0, 4.0, 24.0], ["b", "ReLU", 0, 0, 4, 0]],
-    "edges": [["x", "a"], ["a", "b"]],
-}
+GRAPH = Graph(
+    (GraphNode("a", ("x",), 4.0, 0.1, 0.2, parameters={"w": 24.0}), GraphNode("b", ("a",), line="net.py:3")),
+    {"x": 8.0},
+    ("b",),
+    rows=2,
+    together=(frozenset("ab"),),
+    variables=(Variable("w", (2, 3)),),
+).to_dict()
 KINDS = ("compressor", "memory", "communicator", "builder", "rule")
 SIGNS = ["(", ")", "=", ",", "|", " ", "[", "]", "ratio", "levels", "clip", "true", "'x'"]
 WORDS = st.sampled_from(
@@ -137,7 +128,7 @@ DOCUMENTS = {
         *(ANY | mutated(MADE.to_dict()), read_calibration, calibration.Calibration.write, used_calibration, ["json"]),
     ),
     "plan": (ANY | mutated(PLAN), Plan.load, Plan.save, lambda plan: (plan, str(plan)), ["json"]),
-    "graph": (mutated(GRAPH) | mutated(PIPEDREAM), profiles.read, profiles.write, lambda graph: graph.key, ["json"]),
+    "graph": (mutated(GRAPH), Graph.load, Graph.save, lambda graph: graph.key, ["json"]),
 }
 """Documents by kind: drawn ones, their reader and writer, and what must be equal when one is written and read again."""
 
@@ -166,7 +157,7 @@ def test_a_document_is_refused_by_file_or_survives_a_round_trip(kind, data):
             assert facts(read(again)) == facts(found)
 
 
-@pytest.mark.parametrize("read", [Plan.load, profiles.read, Resources.load, schema.load])
+@pytest.mark.parametrize("read", [Plan.load, Graph.load, Resources.load, schema.load])
 @pytest.mark.parametrize("text", ["[" * 100_000, f'{{"graph": {"9" * 5000}}}', '{"a": 1e999}', "\ud800"])
 def test_no_text_gets_beyond_the_reader_of_documents(tmp_path, read, text):
     path = tmp_path / "file.json"

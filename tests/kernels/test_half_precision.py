@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grace.kernels.numba.half_precision import HALVES
+from grace.kernels.numba.half_precision import HALVES, _narrow, _widen
 from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same
@@ -52,7 +52,7 @@ def turning():
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_pattern_becomes_its_number(dtype):
     out = np.empty(PATTERNS.size, np.float32)
-    HALVES[dtype].widen(out, PATTERNS, np.float32(1))
+    _widen(out, PATTERNS, np.float32(1), HALVES[dtype])
     same_or_nan(out, wide(PATTERNS, dtype))
 
 
@@ -60,7 +60,7 @@ def test_every_pattern_becomes_its_number(dtype):
 def test_numbers_become_the_nearest_pattern_ties_to_even(dtype):
     x = turning()
     out = np.empty(x.size, np.uint16)
-    HALVES[dtype].narrow(out, x, np.float32(1))
+    _narrow(out, x, np.float32(1), HALVES[dtype])
     nan = np.isnan(x)
     same(out[~nan], narrowed(x[~nan], dtype))
     assert np.isnan(wide(out[nan], dtype)).all()

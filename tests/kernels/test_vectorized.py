@@ -12,7 +12,6 @@ from llvmlite.binding import get_host_cpu_features
 from numba import boolean, float32, float64, int32, int64, njit, uint8, uint16, uint32
 
 from grace.kernels.numba import (
-    addresses,
     buckets,
     half_precision,
     loops,
@@ -43,7 +42,7 @@ HOT = [
     (primitives._combine, (float32, FLOATS, float32, FLOATS, FLOATS), "mulps"),
     (primitives._add, (FLOATS, FLOATS, float32), "mulps"),
     (primitives._signs, (FLOATS, FLOATS), r"cmp\w*ps"),
-    (addresses._add_kept, (FLOATS, FLOATS, FLOATS, float32, float32), "mulps"),
+    (buckets._add_kept, (FLOATS, FLOATS, FLOATS, float32, float32), "mulps"),
     (buckets._subtract_signs, (FLOATS, float32, float32), r"cmp\w*ps"),
     (packing._pack_fours, (BYTES, BYTES), "psrlw"),
     (packing._unpack_fours, (BYTES, BYTES), "psllw"),
@@ -66,11 +65,10 @@ HOT = [
     (products._product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._transposed_product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._add_product, (MATRIX, MATRIX, MATRIX, float32, float32), "mulps"),
-    (half_precision._narrow_float16, (HALVES, FLOATS, float32), "psrld"),
-    (half_precision._narrow_bfloat16, (HALVES, FLOATS, float32), "psrld"),
-    (half_precision._widen_float16, (FLOATS, HALVES, float32), "pslld"),
-    (half_precision._add_float16, (FLOATS, HALVES, float32), "pslld"),
-    (half_precision._add_bfloat16, (FLOATS, HALVES, float32), "mulps"),
+    (half_precision._narrow, (HALVES, FLOATS, float32, int64), "psrld"),
+    (half_precision._widen, (FLOATS, HALVES, float32, int64), "pslld"),
+    (half_precision._share, (HALVES, HALVES, float32, int64), "divps"),
+    (half_precision._add_half, (FLOATS, HALVES, float32, int64), "mulps"),
     (half_precision._largest, (HALVES,), "pmaxuw"),
 ]
 

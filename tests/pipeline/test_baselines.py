@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hand_cuts import BY_HAND, cut_by_hand, equal_time
 from grace.errors import ConfigError
-from grace.pipeline.planning.baselines import BY_HAND, cut_by_hand, data_parallel, equal_time
-from grace.pipeline.planning.profiles import read
+from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, plan
@@ -16,7 +17,8 @@ from tools.plan_table import table
 pytestmark = pytest.mark.slow
 
 PROFILES = Path(__file__).parent / "profiles"
-"""Profiles of PipeDream (Narayanan et al., SOSP 2019), from profiler/ of its repository; each names its source."""
+"""Profiles of PipeDream (Narayanan et al., SOSP 2019), of one batch on a V100: profiler/*/profiles/MODEL/graph.txt in
+its repository. Views keep no memory for backward, and other nodes their values."""
 
 
 def longest(graph, cuts):
@@ -38,7 +40,7 @@ def test_equal_time_is_the_shortest_longest_stage(stages):
 @pytest.mark.parametrize("name", sorted(BY_HAND))
 def test_cuts_by_hand_are_as_many_as_asked(name):
     for path in sorted(PROFILES.glob("*.json")):
-        graph = read(path)
+        graph = Graph.load(path)
         for stages in (2, 4, 8):
             cuts = BY_HAND[name](graph, stages)
             assert len(cuts) == len(set(cuts)) == stages - 1
@@ -49,7 +51,7 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
 @pytest.mark.parametrize("gbit", [1, 10])
 def test_plans_are_never_slower_than_cuts_by_hand(gbit):
     """Stages have few nodes here; the table's test has another model's."""
-    graph = read(PROFILES / "vgg16.json")
+    graph = Graph.load(PROFILES / "vgg16.json")
     options = SearchOptions(memory=16e9, memory_margin=0.0)
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)
     found = search(space, SearchOptions())
@@ -86,7 +88,7 @@ def test_too_many_stages_are_refused():
 
 
 def planned(name, gbit, **options):
-    graph = read(PROFILES / f"{name}.json")
+    graph = Graph.load(PROFILES / f"{name}.json")
     return plan(graph, 8, graph.rows * 8, Links(gbit * 1e9 / 8, 20e-6), **options)
 
 

@@ -16,7 +16,7 @@ from grace.planner.problem import Problem
 from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
-from grace.strategy.predicted_bytes import bytes_between_ranks
+from tests.support.strategies import sent_by_rank
 
 MEGA = [Variable(f"w{i}", (1024, 1025)) for i in range(16)]
 """16.8 million parameters."""
@@ -34,7 +34,7 @@ def test_bytes_and_memory_of_outer_plans_are_those_of_their_strategies(ranks):
     for (spec, prediction), bits in zip(outer_plans(problem).items(), (32, 4), strict=True):
         strategy = make("builder", spec).build(problem.variables, OneNode(ranks))
         assert {shard.period for shard in compiled(strategy, strategy.variables)} == {PERIOD}
-        sent = max(map(sum, bytes_between_ranks(strategy)))  # without headers
+        sent = max(sent_by_rank(strategy))  # without headers
         assert sent < prediction.sent < sent * 1.01 + 64
         elements = sum(variable.numel for variable in problem.variables)
         assert prediction.memory > 8 * elements + elements * bits / 8

@@ -16,9 +16,8 @@ from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import known, legal_memories, make
 from grace.errors import StepError
 from grace.strategy import ShardPlan, Sync
-from grace.strategy.predicted_bytes import bytes_between_ranks
 from tests.support.pools import on_ranks, ranks_of
-from tests.support.strategies import Tables, executed, strategy_of, whole
+from tests.support.strategies import Tables, executed, sent_by_rank, strategy_of, whole
 from tests.support.training import Given, batch, copied, digest, loss_of, made_up, net, refusal, train, weights
 
 pytestmark = pytest.mark.ranks
@@ -904,7 +903,7 @@ def test_bytes_of_rounds_are_those_that_the_strategy_predicts_per_iteration(sync
     part = ShardPlan(Sync(sync), compressor, outer=Outer("nesterov", period=3))
     strategy, sent, traffic, metrics = counted(part, 6)
     assert traffic.sent_bytes == sent
-    said = 6 * sum(bytes_between_ranks(strategy)[grace.rank()])
+    said = 6 * sent_by_rank(strategy)[grace.rank()]
     assert said <= sent <= said + grace.size() * traffic.header_bytes + 6
     assert metrics["bytes_round"] == sent / 2
     assert metrics["drift_norm"] == 0.0

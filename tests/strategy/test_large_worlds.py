@@ -4,15 +4,11 @@ import re
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from grace.cli.main import app
 from grace.core.variable import Variable
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan, schema
-from grace.strategy.predicted_bytes import bytes_between_ranks, bytes_by_rank
-from tests.support.examples import examples
 
 PARTS = [
     ShardPlan(),
@@ -28,16 +24,6 @@ PARTS = [
 def strategy_of(parts, world):
     parts = [part for part in parts if part.sync.destination < world]
     return Strategy(tuple(VariablePlan(Variable(f"w{i}", (30, 7)), (part,)) for i, part in enumerate(parts)), world)
-
-
-@examples(20)
-@given(st.lists(st.sampled_from(PARTS), max_size=6), st.integers(1, 7))
-def test_what_kinds_of_ranks_send_is_what_the_links_carry(parts, world):
-    strategy = strategy_of(parts, world)
-    found = bytes_by_rank(strategy)
-    alone = {ranks[0]: sent for ranks, sent in found if ranks}
-    sums = [alone.get(rank, found[-1][1]) for rank in range(world)]
-    assert sums == pytest.approx([sum(row) for row in bytes_between_ranks(strategy)])
 
 
 @pytest.mark.parametrize("world", [9, 20_000, 10**9])

@@ -7,7 +7,7 @@ import grace
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
-from grace.strategy.predicted_bytes import bytes_between_ranks, payload_bytes
+from grace.strategy.predicted_bytes import payload_bytes
 from tests.support.pairwise import pairwise
 from tests.support.strategies import (
     BUILDERS,
@@ -17,6 +17,7 @@ from tests.support.strategies import (
     executed,
     mixed,
     reduced,
+    sent_by_rank,
     spec_for,
     strategy_of,
     train,
@@ -90,7 +91,7 @@ def counted(strategy, dense_only):
 
 def check(strategy, answers, exact):
     size = strategy.world_size
-    bounds = [sum(row) for row in bytes_between_ranks(strategy)]
+    bounds = sent_by_rank(strategy)
     for rank, (payloads, sent, sent_payload, headers) in enumerate(answers):
         for plan in strategy.plans:
             for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
@@ -152,7 +153,7 @@ def test_averages_now_and_then(ranks, period):
     for rank, (strategy, traffic) in enumerate(ranks.run(averaged, period)):
         assert traffic.payload_bytes["w/part_0"] == 6 / period * 32
         assert traffic.payload_bytes["t.weight"] == 6 / period * 48
-        said = 6 * sum(bytes_between_ranks(strategy)[rank])
+        said = 6 * sent_by_rank(strategy)[rank]
         assert said <= traffic.sent_bytes <= said + 2 * traffic.header_bytes + 6 * len(strategy.plans)
 
 
@@ -175,4 +176,4 @@ def test_the_shares_of_each_synchronization():
     for (kind, compressor, sparse), wanted in shares.items():
         part = ShardPlan(Sync(kind, **({"destination": 1} if kind == "reduce_broadcast" else {})), compressor)
         plans = (VariablePlan(rows if sparse else w, (part,)),)
-        assert list(map(sum, bytes_between_ranks(Strategy(plans, world_size=4))))[:2] == wanted, (kind, compressor)
+        assert sent_by_rank(Strategy(plans, world_size=4))[:2] == wanted, (kind, compressor)

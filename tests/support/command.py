@@ -12,6 +12,7 @@ from grace.cli import main
 from tests.support.engine_pools import environment
 from tests.support.limits import HANGS
 
+ROOT = Path(__file__).parents[2]
 GRACE = str(Path(sys.executable).with_name("grace"))
 
 
@@ -44,6 +45,15 @@ def grace_program(*args: str, code=0, cwd=None, launcher=(), columns=80, **varia
     done = subprocess.run([*launcher, GRACE, *args], capture_output=True, text=True, env=env, cwd=cwd, timeout=HANGS)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
+
+
+def benchmark(name: str, *args: str, folder: Path) -> str:
+    """Stdout of a script of ``benchmarks``, which runs in a folder."""
+    env = {**environment(), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=HANGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def installed(folder: Path, package: str, points: str) -> None:

@@ -13,6 +13,7 @@ from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.builder import OneNode
+from grace.strategy.predicted_bytes import bytes_by_rank
 from grace.torch.parameters import find_sparse_parameters, make_variables
 from tests.support.training import weights
 
@@ -190,3 +191,9 @@ def reduced(destination: int, compressor: Any = "none", memory: Any = None, **mo
 def strategy_of(*plans: VariablePlan, size: int | None = None) -> Strategy:
     """Plans as a strategy for the ranks that there are."""
     return Strategy(plans, grace.size() if size is None else size)
+
+
+def sent_by_rank(strategy: Strategy) -> list[float]:
+    """Return the bytes that each rank is predicted to send in a step."""
+    roots, other = bytes_by_rank(strategy)
+    return [roots.get(rank, other) for rank in range(strategy.world_size)]

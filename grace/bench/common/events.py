@@ -10,7 +10,7 @@ class Event(TypedDict, total=False):
         engine: the engine whose ranks are started now.
         blocks: the number of blocks of steps, turns or epochs that follow.
         facts: facts of all rows, for the settings of the results.
-        scenario: values of a sweep's scenario.
+        scenario: values of the whole scenario.
         run: the row of a training run.
         quality: the quality after an epoch.
         name, kind, method: the contestant whose block it is, see ``Contestant`` of ``grace bench step``.

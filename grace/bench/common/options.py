@@ -172,21 +172,20 @@ def seeds(text: str) -> list[int]:
     return list(range(found[0]))
 
 
-def bandwidths(text: str | None) -> list[float | None]:
+def bandwidths(text: str) -> list[float | None]:
     """Parse bits per second, separated by commas; ``none`` or ``loopback`` is a network without an emulated link.
 
-    >>> bandwidths("1gbit, loopback"), bandwidths(None)
-    ([1000000000.0, None], [None])
+    >>> bandwidths("1gbit, loopback")
+    [1000000000.0, None]
     """
-    parts = [part.strip() for part in (text or "none").split(",")]
+    parts = [part.strip() for part in text.split(",")]
     return [None if part in ("none", "loopback") else parse_rate(part) for part in parts]
 
 
-def bandwidth_option(default: str, show_default: str | None = None) -> Any:
-    """Return the option of emulated links, with the default as a user would write it."""
+def bandwidth_option(show_default: str = "loopback") -> Any:
+    """Return the option of emulated links; the loopback is the default."""
     words = "Rates of emulated links, as in 1gbit,100mbit (Linux, root); none is the loopback."
-    shown = show_default or default
-    return option(bandwidths(default), words, "--bandwidth", parse=bandwidths, show_default=shown)
+    return option([None], words, "--bandwidth", parse=bandwidths, show_default=show_default)
 
 
 def size(text: str) -> int:

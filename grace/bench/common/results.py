@@ -26,8 +26,6 @@ KINDS = {
     "kernels": ("tensor", "method"),
     "step": ("engine", "ranks", "bandwidth", "name"),
     "train": ("ranks", "bandwidth", "optimizer", "method"),
-    "plan": ("ranks", "bandwidth", "model"),
-    "pipeline": ("ranks", "bandwidth", "compressor", "model"),
 }
 """Keys that identify the rows of each kind of results; the last one is the row's name."""
 Row = dict[str, Any]

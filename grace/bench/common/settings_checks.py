@@ -1,8 +1,7 @@
 """Checks that the settings of several benchmarks share; each raises a ConfigError that says what is wrong."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from grace.bench.common.user_functions import load_function
 from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
 
@@ -26,21 +25,13 @@ def check_at_least_1(settings: object, *fields: str) -> None:
             raise ConfigError(f"--{field.replace('_', '-')} must be at least 1, not {value}")
 
 
-def check_ranks(ranks: int, least: int, why: str = "") -> None:
-    """Refuse a number of ranks that is below the least or unreasonably large."""
-    if not least <= ranks <= MOST_RANKS:
-        reason = f": {why}" if why else ""
-        raise ConfigError(f"--ranks must be between {least} and {MOST_RANKS}, not {ranks}{reason}")
+def check_ranks(ranks: int) -> None:
+    """Refuse a number of ranks that is below 1 or unreasonably large."""
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks must be between 1 and {MOST_RANKS}, not {ranks}")
 
 
 def check_methods(specs: Iterable[str]) -> None:
     """Refuse compressors that cannot be built."""
     for spec in specs:
         build_communicator(spec, None, None)
-
-
-def check_models(models: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse models that are neither known nor functions of the user's."""
-    for model in models:
-        if model not in known:
-            load_function(model, "model", known)

@@ -29,7 +29,6 @@ CROWDED = {  # Open MPI: more ranks than cores, tied to none, and root as in a c
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-KILLED_BY_MPIRUN = r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
 
 
 @dataclasses.dataclass
@@ -42,14 +41,12 @@ class Process:
 
 @dataclasses.dataclass
 class RankLauncher:
-    """Launcher of a benchmark's ranks: a process for each rank, or one that starts them all; variables that all ranks
-    get unless the user has set them; and a pattern for messages about a ``rank`` that a ``signal`` ended."""
+    """Launcher of a benchmark's ranks: a process for each rank, or one that starts them all; and variables that all
+    ranks get unless the user has set them."""
 
     processes: list[Process]
-    ranks: int
     engine: str
     defaults: dict[str, str]
-    killed: str = r"(?!)"  # matches nothing: processes of their own have exit codes
 
 
 def check_engine(engine: str) -> str:
@@ -108,13 +105,13 @@ def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Rank
         if engine == "torch":
             if link is None:
                 defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-            yield RankLauncher(_torch(ranks, link), ranks, engine, defaults)
+            yield RankLauncher(_torch(ranks, link), engine, defaults)
         elif engine == "horovod":
             port = stack.enter_context(_rendezvous(ranks, link))
-            yield RankLauncher(_horovod(ranks, link, port), ranks, engine, defaults)
+            yield RankLauncher(_horovod(ranks, link, port), engine, defaults)
         else:
             agent = "" if link is None else stack.enter_context(_agent(link))
-            yield RankLauncher([_mpi(ranks, link, agent)], ranks, engine, {**defaults, **CROWDED}, KILLED_BY_MPIRUN)
+            yield RankLauncher([_mpi(ranks, link, agent)], engine, {**defaults, **CROWDED})
 
 
 def _python(rank: int, link: Link | None) -> list[str]:

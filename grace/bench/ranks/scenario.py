@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import RankLauncher, launcher
 from grace.errors import ConfigError
 from grace.launch.processes import end, signals_raise
+from grace.launch.supervisor import first_failure
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -151,8 +151,7 @@ def _complaints(launcher: RankLauncher, failed: dict[int, int], folder: Path) ->
         text = path.read_text(errors="replace").strip()
         if text:
             messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
-    ended = [(int(found["rank"]), int(found["signal"])) for found in re.finditer(launcher.killed, log)]
-    if len(launcher.processes) == launcher.ranks:  # else the exit code is mpirun's, and its log names the rank
-        ended += [(rank, -code) for rank, code in failed.items() if code < 0]
-    messages += [f"rank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended]
+    if launcher.engine == "mpi":  # the exit code is mpirun's, and its log names the rank
+        failed = dict(filter(None, [first_failure(log)]))
+    messages += [f"rank {rank} was ended by {signal.Signals(-code).name}" for rank, code in failed.items() if code < 0]
     return "\n".join(messages) or log

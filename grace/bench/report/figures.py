@@ -149,8 +149,8 @@ class Figure:
 
 def figures(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     """Return all figures that the rows of results allow."""
-    draw = {"step": _step, "train": _train, "kernels": _kernels}.get(results.kind)
-    return [] if draw is None else [figure for figure in draw(results, looks) if figure.panels]
+    draw = {"step": _step, "train": _train, "kernels": _kernels}[results.kind]
+    return [figure for figure in draw(results, looks) if figure.panels]
 
 
 def looks_of(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Look]:

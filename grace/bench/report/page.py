@@ -20,8 +20,6 @@ HEADINGS = {
     "step": "Step time",
     "train": "Training",
     "kernels": "Compressors alone",
-    "plan": "Plans of auto",
-    "pipeline": "Cuts into pipeline stages",
 }
 WIDTH = 150
 """Characters of a line of tables."""
@@ -66,7 +64,7 @@ def report_sections(results: Sequence[Results]) -> list[str]:
 
 def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
     """Return the look of every method and baseline of these results."""
-    rows = [row for each in results for row in each.rows if {"method", "name"} & row.keys()]
+    rows = [row for each in results for row in each.rows]
     return looks_of(map(identity, rows), [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")])
 
 

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from rich.console import Console
 
 from grace.bench.common.results import Results
-from grace.bench.report import kernel_tables, pipeline_table, plan_table, step_table, train_table
+from grace.bench.report import kernel_tables, step_table, train_table
 
 SHOW: dict[str, Callable[[Console, Results], None]] = {
     "kernels": kernel_tables.show,
     "step": step_table.show,
     "train": train_table.show,
-    "plan": plan_table.show,
-    "pipeline": pipeline_table.show,
 }

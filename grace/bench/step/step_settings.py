@@ -6,7 +6,8 @@ from functools import partial
 from grace.bench.common import options
 from grace.bench.common.options import option
 from grace.bench.common.results import Settings
-from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_models, check_ranks, unique_lists
+from grace.bench.common.settings_checks import check_at_least_1, check_methods, check_ranks, unique_lists
+from grace.bench.common.user_functions import load_function
 from grace.bench.ranks.launchers import ENGINES, check_engine, check_links, has_horovod
 from grace.errors import ConfigError
 from grace.launch.command_lines import checked_strategy
@@ -74,7 +75,7 @@ class StepSettings:
         parse=partial(options.integers, what="--ranks"),
         show_default="2, on a GPU 8 that are pretended",
     )
-    bandwidths: list[float | None] = options.bandwidth_option("loopback", "loopback, on a GPU 10gbit,25gbit")
+    bandwidths: list[float | None] = options.bandwidth_option("loopback, on a GPU 10gbit,25gbit")
     baselines: list[str] = option(
         list(BASELINES),
         "Of ddp and horovod, what to compare with where it is installed; or none.",
@@ -104,12 +105,13 @@ class StepSettings:
         if not (self.methods or self.strategies or self.baselines):
             raise ConfigError("nothing is to be compared: --methods, --strategy and --baselines are empty")
         for ranks in self.ranks:
-            check_ranks(ranks, 1)
+            check_ranks(ranks)
             check_links(self.nodes(ranks), self.bandwidths)
         self._check_sharded()
         if self.ddp_hook and self.engine != "torch":
             raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
-        check_models([self.model], MODELS)
+        if self.model not in MODELS:
+            load_function(self.model, "model", MODELS)
         check_at_least_1(self, "bucket_bytes", "rounds")
 
     def _check_sharded(self) -> None:

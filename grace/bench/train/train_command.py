@@ -86,7 +86,7 @@ class TrainSettings:
         show_default="70k",
     )
     ranks: int = option(2, "Processes to train on.", "--ranks", "-n")
-    bandwidths: list[float | None] = options.bandwidth_option("loopback")
+    bandwidths: list[float | None] = options.bandwidth_option()
     epochs: int | None = option(None, "Passes over the training data.", show_default="the task's")
     seeds: list[int] = option(
         [0, 1, 2],
@@ -111,7 +111,7 @@ class TrainSettings:
         self.facts = facts(self.task)
         self.optimizers = self.optimizers or [self.facts["optimizer"]]
         unique_lists(self, "methods", "seeds", "bandwidths", "optimizers")
-        check_ranks(self.ranks, 1)
+        check_ranks(self.ranks)
         if self.ranks > self.facts["batch"]:
             raise ConfigError(
                 f"--ranks {self.ranks}: a batch of {self.task} has {self.facts['batch']} samples to share"

@@ -12,7 +12,8 @@ from numpy import ndarray as Array
 from grace.kernels.bucket_codec import BucketCodec, DeviceHeader, Places
 from grace.kernels.constants import ITEM_SIZE, gaussian_reach
 from grace.kernels.numba import buckets, rounding, sparsified_buckets
-from grace.kernels.numba.addresses import FIRST, MORE, SIZE
+from grace.kernels.numba.buckets import FIRST, MORE, SIZE
+from grace.kernels.numba.half_precision import HALVES
 from grace.kernels.numba.loops import TILE, f32
 from grace.kernels.numba.selection import SAMPLED, _room
 from grace.kernels.random import feistel_bits
@@ -61,13 +62,12 @@ class Codec(BucketCodec):
 class Numbers(Codec):
     """float32 or 16 bits, of several ranks or summed by the engine; see :class:`~grace.compressors.cast.Cast`."""
 
-    FORMS: ClassVar = {"float32": buckets.FLOAT32, "float16": buckets.FLOAT16, "bfloat16": buckets.BFLOAT16}
     encoder = staticmethod(buckets.encode_numbers)
     decoder = staticmethod(buckets.decode_numbers)
 
     def __init__(self, sizes: Sequence[int], payloads: Places):
         super().__init__(sizes, payloads)
-        self.encoding = (self.FORMS[payloads[0][0].dtype],)
+        self.encoding = ({"float32": buckets.FLOAT32, **HALVES}[payloads[0][0].dtype],)
 
     def read(self, plan: Array, outs: Array, wires: Array, count: float, loss_scale: float) -> bool:
         self.decoder(outs, wires, plan, count, *self.encoding)  # sums are divided, not multiplied

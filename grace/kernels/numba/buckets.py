@@ -6,33 +6,11 @@ where its payload tensors stand in the wire, and what else the method needs.
 """
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from grace.kernels.constants import ANY_BITS
-from grace.kernels.numba.addresses import (
-    AHEAD,
-    FIRST,
-    GRADIENT,
-    LINE,
-    NEXT,
-    SECOND,
-    SIZE,
-    _at,
-    _compensated,
-    _fetch_ahead,
-    _x_of,
-)
-from grace.kernels.numba.half_precision import (
-    _add_bfloat16,
-    _add_float16,
-    _from_bfloat16,
-    _from_float16,
-    _to_bfloat16,
-    _to_float16,
-    _widen_bfloat16,
-    _widen_float16,
-)
-from grace.kernels.numba.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
+from grace.kernels.numba.half_precision import _add_half, _from_half, _to_half, _widen
+from grace.kernels.numba.loops import INF_BITS, LOW31, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
 from grace.kernels.numba.packing import _add_either, _pack, _pack_signs, _unpack
 from grace.kernels.numba.primitives import _add, _sum_abs
 from grace.kernels.numba.quantization import _add_powers, _clip, _deviation_limit, _round_powers_tile, _side_sums, _sum
@@ -48,27 +26,93 @@ from grace.kernels.numba.rounding import (
     _scale,
     _threshold,
 )
-from grace.kernels.numba.simd import float_of, part, pattern_of, prefetch_to_write
+from grace.kernels.numba.simd import float_of, part, pattern_of, pointer_of, prefetch, prefetch_to_write
+
+# -- x = a residual + b gradient, of arrays at addresses ---------------------------------------------------------------
+
+GRADIENT, KEPT, NEXT = 0, 1, 2
+"""Columns of addresses."""
+SIZE, FIRST, SECOND, MORE = 0, 1, 2, 3
+"""Columns of numbers: elements, byte offsets of the payload's tensors, and a number of the method's."""
+LINE = 16
+"""Elements of a cache line."""
+AHEAD = 128
+"""Elements that are computed between requests for memory: so few that requests do not wait for each other."""
+
+
+@njit(inline="always")
+def _at(address, n, dtype):
+    # A view of memory that a framework owns: nothing is copied, or freed with it.
+    return carray(pointer_of(u64(address)), (n,), dtype)
+
+
+@compiled
+def _add_kept(x, gradient, kept, a, b):
+    """Write x, and return its largest magnitude as a bit pattern."""
+    largest = u32(0)
+    for i in range(x.size):
+        value = a * kept[i] + b * gradient[i]
+        x[i] = value
+        magnitude = u32(pattern_of(value) & LOW31)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@compiled
+def _scaled(x, gradient, b):
+    """Write x where nothing was kept, and return its largest magnitude as a bit pattern."""
+    largest = u32(0)
+    for i in range(x.size):
+        value = b * gradient[i]
+        x[i] = value
+        magnitude = u32(pattern_of(value) & LOW31)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@njit(inline="always")
+def _compensated(row, factors, n, low, high):
+    """Return x between two elements, in its place as the next residual or the gradient itself, and its largest
+    magnitude as a bit pattern."""
+    gradient = part(_at(row[GRADIENT], n, np.float32), low, high)
+    if row[NEXT] == 0:  # no residual is kept: x is the gradient itself
+        return gradient, _max_bits(gradient.view(np.uint32))
+    x = part(_at(row[NEXT], n, np.float32), low, high)
+    if row[KEPT] == 0:  # the first step
+        return x, _scaled(x, gradient, factors[1])
+    return x, _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
+
+
+@njit(inline="always")
+def _x_of(row, n):
+    """Return all of x, once :func:`_compensated` has computed it."""
+    return _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+
+
+@compiled
+def _fetch_ahead(row, low, high):
+    """Request the memory of elements that :func:`_compensated` takes soon; they may lie beyond the end."""
+    for i in range(low, high, LINE):
+        place = u64(4 * i)
+        prefetch(row[GRADIENT] + place)
+        if row[NEXT] != 0:
+            prefetch_to_write(row[NEXT] + place)
+        if row[KEPT] != 0:
+            prefetch(row[KEPT] + place)
+
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
-FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
+FLOAT32 = 0
+"""Beside the forms of :mod:`grace.kernels.numba.half_precision`."""
 
 
 @compiled
-def _encode_float16(x, out, kept):
+def _encode_half(x, out, kept, form):
     for i in range(x.size):
-        out[i] = _to_float16(pattern_of(x[i]))
+        out[i] = _to_half(pattern_of(x[i]), form)
         if kept:
-            x[i] += -_from_float16(out[i])
-
-
-@compiled
-def _encode_bfloat16(x, out, kept):
-    for i in range(x.size):
-        out[i] = _to_bfloat16(pattern_of(x[i]))
-        if kept:
-            x[i] += -_from_bfloat16(out[i])
+            x[i] += -_from_half(out[i], form)
 
 
 @compiled
@@ -88,13 +132,11 @@ def encode_numbers(rows, factors, plan, streams, wire, most, in_range, form):
                 if kept:
                     for i in range(x.size):
                         x[i] += -x[i]
-            elif form == FLOAT16:
-                _encode_float16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
             else:
-                _encode_bfloat16(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+                _encode_half(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept, form)
         sent = float_of(largest)
         if form != FLOAT32:  # which may be Inf
-            sent = _from_float16(_to_float16(largest)) if form == FLOAT16 else _from_bfloat16(_to_bfloat16(largest))
+            sent = _from_half(_to_half(largest, form), form)
         in_range[v] = largest <= most and pattern_of(sent) < INF_BITS
 
 
@@ -120,18 +162,14 @@ def decode_numbers(outs, wires, plan, count, form):
                     place = wires[rank] + plan[v, FIRST]
                     if form == FLOAT32:
                         _add(out, part(_at(place, n, np.float32), low, high), f32(1))
-                    elif form == FLOAT16:
-                        _add_float16(out, part(_at(place, n, np.uint16), low, high), weight)
                     else:
-                        _add_bfloat16(out, part(_at(place, n, np.uint16), low, high), weight)
+                        _add_half(out, part(_at(place, n, np.uint16), low, high), weight, form)
                 if form == FLOAT32:
                     _divide(out, out, f32(count))
         elif form == FLOAT32:
             _divide(whole, _at(place, n, np.float32), f32(count))
-        elif form == FLOAT16:
-            _widen_float16(whole, _at(place, n, np.uint16), f32(count))
         else:
-            _widen_bfloat16(whole, _at(place, n, np.uint16), f32(count))
+            _widen(whole, _at(place, n, np.uint16), f32(count), form)
 
 
 # -- signs -------------------------------------------------------------------------------------------------------------

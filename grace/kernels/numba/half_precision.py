@@ -4,9 +4,6 @@ What they are is computed with whole numbers, which any processor has vectors of
 the range to Inf; NaN stays NaN.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 
@@ -15,6 +12,9 @@ from grace.kernels.numba.loops import INF_BITS, LOW31, compiled, f32, u32
 from grace.kernels.numba.simd import float_of, pattern_of
 
 u16 = np.uint16
+FLOAT16, BFLOAT16 = 1, 2
+HALVES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+"""Numbers of the formats, which loops take."""
 SIGN, SIGN16, ONE, SHIFT13, SHIFT16 = u32(0x80000000), u32(0x8000), u32(1), u32(13), u32(16)
 NAN16, INF16, NAN_BFLOAT16 = u32(0x7E00), u32(0x7C00), u32(0x7FC0)
 SMALLEST_FLOAT16, BEYOND_FLOAT16 = u32(113 << 23), u32(143 << 23)  # 2^-14, the smallest normal one, and 2^16
@@ -64,52 +64,54 @@ def _from_bfloat16(half):
     return float_of(u32(u32(half) << SHIFT16))
 
 
-@compiled
-def _narrow_float16(out, x, by):
-    for i in range(out.size):
-        out[i] = _to_float16(pattern_of(x[i] / by))
+@njit(inline="always")
+def _to_half(bits, form):
+    return _to_float16(bits) if form == FLOAT16 else _to_bfloat16(bits)
+
+
+@njit(inline="always")
+def _from_half(half, form):
+    return _from_float16(half) if form == FLOAT16 else _from_bfloat16(half)
+
+
+# -- loops over 1-d contiguous arrays: 16-bit floats as patterns (uint16), others as float32 ---------------------------
 
 
 @compiled
-def _narrow_bfloat16(out, x, by):
+def _narrow(out, x, by, form):
+    """Write ``x / by`` in 16 bits; by 1 it is a cast."""
     for i in range(out.size):
-        out[i] = _to_bfloat16(pattern_of(x[i] / by))
+        out[i] = _to_half(pattern_of(x[i] / by), form)
 
 
 @compiled
-def _widen_float16(out, x, by):
-    for i in range(out.size):
-        out[i] = _from_float16(x[i]) / by
+def _widen(out, x, by, form):
+    """Write ``x / by`` in float32, of 16 bits."""
+    # A loop for each format, which LLVM makes faster than one that it has to take apart.
+    if form == BFLOAT16:
+        for i in range(out.size):
+            out[i] = _from_bfloat16(x[i]) / by
+    else:
+        for i in range(out.size):
+            out[i] = _from_float16(x[i]) / by
 
 
 @compiled
-def _widen_bfloat16(out, x, by):
+def _share(out, x, by, form):
+    """Write ``x / by`` in 16 bits, of 16 bits, divided in float32."""
     for i in range(out.size):
-        out[i] = _from_bfloat16(x[i]) / by
+        out[i] = _to_half(pattern_of(_from_half(x[i], form) / by), form)
 
 
 @compiled
-def _share_float16(out, x, by):
-    for i in range(out.size):
-        out[i] = _to_float16(pattern_of(_from_float16(x[i]) / by))
-
-
-@compiled
-def _share_bfloat16(out, x, by):
-    for i in range(out.size):
-        out[i] = _to_bfloat16(pattern_of(_from_bfloat16(x[i]) / by))
-
-
-@compiled
-def _add_float16(out, x, weight):
-    for i in range(out.size):
-        out[i] += weight * _from_float16(x[i])
-
-
-@compiled
-def _add_bfloat16(out, x, weight):
-    for i in range(out.size):
-        out[i] += weight * _from_bfloat16(x[i])
+def _add_half(out, x, weight, form):
+    """Add ``weight x`` in float32, of 16 bits."""
+    if form == BFLOAT16:
+        for i in range(out.size):
+            out[i] += weight * _from_bfloat16(x[i])
+    else:
+        for i in range(out.size):
+            out[i] += weight * _from_float16(x[i])
 
 
 @compiled
@@ -122,30 +124,8 @@ def _largest(x):
     return largest
 
 
-Loop = Callable[[np.ndarray, np.ndarray, np.float32], None]
-"""Loop over two arrays, the result first, with a factor or divisor."""
-
-
-class Half(NamedTuple):
-    """The loops of one format. All take 1-d contiguous arrays, its numbers as patterns (uint16), others as float32."""
-
-    narrow: Loop
-    """``out = x / by`` in it, of float32s; by 1 it is a cast."""
-    widen: Loop
-    """``out = x / by`` in float32."""
-    share: Loop
-    """``out = x / by``, both in it, divided in float32."""
-    add: Loop
-    """``out += weight x`` in float32."""
-
-    def at_most(self, x: np.ndarray, most: float) -> bool:
-        """Return True if all numbers are finite and no larger in magnitude than ``most``."""
-        largest = np.empty(1, np.float32)
-        self.widen(largest, np.array([_largest(x)], np.uint16), f32(1))
-        return bool(largest[0] <= min(most, FLOAT32_MAX))
-
-
-HALVES = {
-    "float16": Half(_narrow_float16, _widen_float16, _share_float16, _add_float16),
-    "bfloat16": Half(_narrow_bfloat16, _widen_bfloat16, _share_bfloat16, _add_bfloat16),
-}
+def at_most(x: np.ndarray, most: float, form: int) -> bool:
+    """Return True if all numbers are finite and no larger in magnitude than ``most``."""
+    largest = np.empty(1, np.float32)
+    _widen(largest, np.array([_largest(x)], np.uint16), f32(1), form)
+    return bool(largest[0] <= min(most, FLOAT32_MAX))

@@ -21,7 +21,7 @@ from grace.kernels.constants import (
     rounded_down,
     table_factor,
 )
-from grace.kernels.numba.half_precision import HALVES
+from grace.kernels.numba.half_precision import HALVES, _add_half, _narrow, _share, _widen, at_most
 from grace.kernels.numba.loops import (
     SHIFT32,
     TILE,
@@ -243,12 +243,12 @@ class NumbaKernels(Kernels):
     def cast(self, x, dtype):
         if x.dtype == np.float32 and dtype in self.half_types:
             out = self.empty(x.size, np.uint16)
-            HALVES[dtype].narrow(out, x.reshape(-1), f32(1))
+            _narrow(out, x.reshape(-1), f32(1), HALVES[dtype])
             return out.view(self.half_types[dtype]).reshape(x.shape)
         half = self._half(x)
         if half is not None and dtype == "float32":
             out = self.empty(x.size, np.float32)
-            half.widen(out, _patterns(x), f32(1))
+            _widen(out, _patterns(x), f32(1), half)
             return out.reshape(x.shape)
         return super().cast(x, dtype)
 
@@ -256,7 +256,7 @@ class NumbaKernels(Kernels):
         if x.dtype == np.float32:
             return bool(_max_bits(x.reshape(-1).view(np.uint32)) <= f32(min(most, FLOAT32_MAX)).view(np.uint32))
         half = self._half(x)
-        return super().all_finite(x, most) if half is None else half.at_most(_patterns(x), most)
+        return super().all_finite(x, most) if half is None else at_most(_patterns(x), most, half)
 
     def combine(self, a, x, b, y):
         if x.shape != y.shape or not _plain(x, y):
@@ -272,7 +272,7 @@ class NumbaKernels(Kernels):
         half = self._half_of(x, out)
         if half is None or out.dtype != np.float32:
             return super().add(out, x, weight)
-        half.add(out.reshape(-1), _patterns(x), f32(weight))
+        _add_half(out.reshape(-1), _patterns(x), f32(weight), half)
         return out
 
     def divide(self, out, x, by):
@@ -285,21 +285,21 @@ class NumbaKernels(Kernels):
             return out
         given, wanted = self._half_of(x, out), self._half_of(out, x)
         if given is not None and out.dtype == np.float32:
-            given.widen(out.reshape(-1), _patterns(x), f32(by))
+            _widen(out.reshape(-1), _patterns(x), f32(by), given)
         elif wanted is not None and x.dtype == np.float32:
-            wanted.narrow(_patterns(out), x.reshape(-1), f32(by))
-        elif given is not None and given is wanted:
-            given.share(_patterns(out), _patterns(x), f32(by))
+            _narrow(_patterns(out), x.reshape(-1), f32(by), wanted)
+        elif given is not None and given == wanted:
+            _share(_patterns(out), _patterns(x), f32(by), given)
         else:
             return super().divide(out, x, by)
         return out
 
     def _half(self, x):
-        """Return the loops of an array's 16-bit format; None if it has another dtype."""
+        """Return the number of an array's 16-bit format; None if it has another dtype."""
         return next((HALVES[name] for name, dtype in self.half_types.items() if x.dtype == dtype), None)
 
     def _half_of(self, x, other):
-        """Return the loops of an array's 16-bit format, if they take both arrays."""
+        """Return the number of an array's 16-bit format, if loops take both arrays."""
         fit = x.shape == other.shape and x.flags.c_contiguous and other.flags.c_contiguous
         return self._half(x) if fit else None
 

@@ -58,6 +58,16 @@ def part(typing_context, array, start, stop):
     return array(array, types.intp, types.intp), generate
 
 
+@intrinsic
+def pointer_of(typing_context, address):
+    """Return the pointer to an address."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.uint64), generate
+
+
 def _prefetching(writes):
     def typed(typing_context, address):
         def generate(context, builder, signature, args):

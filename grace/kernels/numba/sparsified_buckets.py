@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from grace.kernels.numba.addresses import FIRST, MORE, NEXT, SECOND, SIZE, _at, _compensated, _x_of
+from grace.kernels.numba.buckets import FIRST, MORE, NEXT, SECOND, SIZE, _at, _compensated, _x_of
 from grace.kernels.numba.loops import TILE, compiled, i32, u8, u32, u64
 from grace.kernels.numba.primitives import _random_indices, _scatter_add
 from grace.kernels.numba.selection import (

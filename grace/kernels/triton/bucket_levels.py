@@ -96,12 +96,6 @@ def dequantized(code, scale, levels, entries, FORM: tl.constexpr):
 
 
 @triton.jit
-def words_from(row, base, step, N: tl.constexpr):
-    key = tl.load(row + KEY)
-    return row_of_words(base, key, key >> 32, step, tl.load(row + DRAW), N)
-
-
-@triton.jit
 def residual_of(x, code, scale, levels, entries, whole, FORM: tl.constexpr, ROTATED: tl.constexpr, N: tl.constexpr):
     """Return x - C(x)."""
     if ROTATED:
@@ -283,7 +277,8 @@ def encode_scaled(
             y = tl.where(y > most, most, tl.where(y < -most, -most, y))
         offset = tl.full([N], 0.5, tl.float32)
         if DRAWN:
-            offset = uniform(words_from(row, base, step, N))
+            key = tl.load(row + KEY)
+            offset = uniform(row_of_words(base, key, key >> 32, step, tl.load(row + DRAW), N))
         code = rounded(y, scale, offset, levels, FORM)
     write_codes(wire + tl.load(row + FIRST) + base * BITS // 8, code, aligned, place, inside, left, BITS, N)
     if KEEPS:

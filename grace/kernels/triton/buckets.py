@@ -35,7 +35,7 @@ from grace.kernels.triton.bucket_tables import (
     write_floats,
     write_header_part,
 )
-from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
+from grace.kernels.triton.packing import byte_of_codes, codes_of_byte
 from grace.kernels.triton.random import row_of_words
 from grace.kernels.triton.rounding import power_of, powers_rounded
 
@@ -113,7 +113,7 @@ def encode_signs(
     upper = inside & (x >= 0)
     target = wire_at(table, variables, 0) + tl.load(row + FIRST) + base // 8
     byte = tl.arange(0, N // 8)
-    write(target, byte_of_signs(upper, N), aligned, byte, byte * 8 < tl.load(row + SIZE) - base, tl.uint8, 4)
+    write(target, byte_of_codes(upper, 1, N), aligned, byte, byte * 8 < tl.load(row + SIZE) - base, tl.uint8, 4)
     if FORM == SCALED:
         tl.store(parts + tl.program_id(0), tl.sum(tl.abs(x.to(tl.float64)), 0))
     elif FORM == SIDED:
@@ -200,7 +200,7 @@ def decode_signs(table, owners, variables, ranks, weight, unit, FORM: tl.constex
         one, other = sides_at(wire + tl.load(row + SECOND), FORM)
         if FORM < VOTED:
             one, other = weight * one, weight * other
-        total += tl.where(signs_of_byte(packed, N), one, other)
+        total += tl.where(codes_of_byte(packed, 1, N) == 1, one, other)
     if FORM >= VOTED:
         total = tl.where(total >= 0, unit, -unit)
     write_floats(row + GRADIENT, total, base, wide, place, inside)

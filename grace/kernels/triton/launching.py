@@ -26,11 +26,6 @@ STEP = 1024
 """Elements that a program of a search reads at once."""
 
 
-def blocks(x: torch.Tensor) -> int:
-    """Return the number of programs that take the elements of a tensor."""
-    return triton.cdiv(x.numel(), BLOCK)
-
-
 def steps_of(n: int) -> int:
     """Return the number of reads of each program of a search: its positions and counts have 16 bits.
 

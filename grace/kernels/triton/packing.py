@@ -31,18 +31,6 @@ def codes_of_byte(packed, BITS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def byte_of_signs(bits, N: tl.constexpr):
-    """Return N bits, 8 a byte."""
-    return byte_of_codes(bits, 1, N)
-
-
-@triton.jit
-def signs_of_byte(packed, N: tl.constexpr):
-    """Invert :func:`byte_of_signs`."""
-    return codes_of_byte(packed, 1, N) == 1
-
-
-@triton.jit
 def steps_below(value, inside, edges, count, N: tl.constexpr):
     """Count the edges, at most 255 and ascending, below each number; all of them are below NaN."""
     below = tl.zeros([N], tl.int32)
@@ -60,7 +48,7 @@ def marks_at(coded, base, size, N: tl.constexpr):
     byte = tl.arange(0, N // 8)
     pointer = (coded + base // 8).to(tl.pointer_type(tl.uint8))
     packed = tl.load(pointer + byte, mask=byte * 8 < size - base, other=0)
-    return (signs_of_byte(packed, N) & (tl.arange(0, N) < size - base)).to(tl.int32)
+    return codes_of_byte(packed, 1, N) & (tl.arange(0, N) < size - base).to(tl.int32)
 
 
 @triton.jit

@@ -6,11 +6,11 @@ import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
-from grace.kernels.random import Stream
+from grace.kernels.random import Stream, feistel_bits
 from grace.kernels.reference import NumpyKernels
 from grace.kernels.torch.primitives import DTYPES, TorchKernels
 from grace.kernels.triton import packing, random, selection
-from grace.kernels.triton.launching import BLOCK, STEP, blocks, launch, room_of, steps_of
+from grace.kernels.triton.launching import BLOCK, STEP, launch, room_of, steps_of
 from grace.kernels.triton.random import words_of
 from grace.kernels.wire_checks import check_count, check_packed
 
@@ -31,12 +31,13 @@ class TritonKernels(TorchKernels):
 
     def random_bits(self, stream, n, like=None):
         out = torch.empty(n, dtype=torch.int64, device=like.device)
-        launch(random.write_random, blocks(out), out, n, *words_of(stream), N=BLOCK)
+        launch(random.write_random, triton.cdiv(n, BLOCK), out, n, *words_of(stream), N=BLOCK)
         return out
 
     def random_indices(self, stream, n, k, like=None):
         out = torch.empty(k, dtype=torch.int32, device=like.device)
-        launch(random.write_walked, triton.cdiv(k, BLOCK), out, n, k, *random.walk_of(stream, n), N=BLOCK)
+        walk = *words_of(stream.permuting()), *feistel_bits(n)
+        launch(random.write_walked, triton.cdiv(k, BLOCK), out, n, k, *walk, N=BLOCK)
         return out
 
     def topk(self, x, k):
@@ -82,7 +83,7 @@ class TritonKernels(TorchKernels):
         check_count("values", values.numel(), indices.numel())
         self.check_indices(indices, out.numel())
         given = out, indices, values, out.numel(), indices.numel(), float(weight)
-        launch(selection.scatter_add, blocks(indices), *given, N=BLOCK)
+        launch(selection.scatter_add, triton.cdiv(indices.numel(), BLOCK), *given, N=BLOCK)
         return out
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream
 from grace.kernels.triton.arithmetic import span
 from grace.kernels.triton.launching import signed
 
@@ -25,11 +25,6 @@ def words_of(stream: Stream) -> tuple[int | torch.Tensor, ...]:
         return tuple(signed(word) for word in stream.words)
     key_low, key_high, _, draw = replace(stream, step=0).words
     return signed(key_low), signed(key_high), stream.step, signed(draw)
-
-
-def walk_of(stream: Stream, n: int) -> tuple[int | torch.Tensor, ...]:
-    """Return the arguments of :func:`walked` for the permutation of n indices."""
-    return (*words_of(stream.permuting()), *feistel_bits(n))
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from grace.kernels.triton.bucket_tables import (
     write,
     write_floats,
 )
-from grace.kernels.triton.packing import byte_of_signs, first_from, marks_at
+from grace.kernels.triton.packing import byte_of_codes, first_from, marks_at
 from grace.kernels.triton.random import walked
 from grace.kernels.triton.selection import (
     FIRSTS,
@@ -70,7 +70,7 @@ def write_entries(values, coded, width, at, index, value, taken):
 def write_marks(coded, taken, base, size, N: tl.constexpr):
     """Write the bits of N elements from ``base`` on, a multiple of 8."""
     byte = tl.arange(0, N // 8)
-    write(coded + base // 8, byte_of_signs(taken, N), False, byte, byte * 8 < size - base, tl.uint8)
+    write(coded + base // 8, byte_of_codes(taken, 1, N), False, byte, byte * 8 < size - base, tl.uint8)
 
 
 # -- of chunks ---------------------------------------------------------------------------------------------------------

@@ -59,12 +59,7 @@ class ModelBlock:
         return self.forward + self.backward
 
 
-def fits_always(parameters: float, kept: float) -> bool:
-    """Return True: memory has no limit."""
-    return True
-
-
-def blocks(graph: Graph, most: int = 32, fits: Fits = fits_always) -> list[ModelBlock]:
+def blocks(graph: Graph, most: int = 32, fits: Fits = lambda parameters, kept: True) -> list[ModelBlock]:
     """Return a graph as blocks, in an order in which each reads values of earlier blocks only.
 
     Args:

@@ -5,11 +5,17 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from grace.core import documents
+from grace.core.atomic_files import atomic_write
+from grace.core.schema_words import read_record
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 
+VERSION = 1
+"""Version of a graph's document."""
 NUMBERS = ("nbytes", "forward", "backward", "kept", "overhead", "overhead_back", "kept_fixed")
 
 
@@ -225,6 +231,58 @@ class Graph:
             sorted(sorted(group) for group in self.together),
         ]
         return hashlib.sha256(json.dumps(structure).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the graph as a JSON document. Nodes leave out fields that have their defaults.
+
+        >>> graph = Graph((GraphNode("a", ("x",), 4.0),), {"x": 8.0}, ("a",))
+        >>> graph.to_dict()["nodes"], Graph.from_dict(graph.to_dict()) == graph
+        ([{'name': 'a', 'inputs': ['x'], 'nbytes': 4.0}], True)
+        """
+        plain = asdict(GraphNode(""))
+        nodes = [
+            {key: value for key, value in asdict(node).items() if key == "name" or value != plain[key]}
+            for node in self.nodes
+        ]
+        document = {
+            "graph": VERSION,
+            "rows": self.rows,
+            "inputs": dict(self.inputs),
+            "outputs": self.outputs,
+            "together": [sorted(group) for group in self.together],
+            "variables": [asdict(variable) for variable in self.variables],
+            "nodes": nodes,
+        }
+        return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
+
+    @classmethod
+    def from_dict(cls, document: object, source: str = "the document") -> "Graph":
+        """Return the graph of a JSON document.
+
+        Raises:
+            ConfigError: the document is no graph, or one of another version; the message names the field.
+        """
+        if not isinstance(document, dict) or "graph" not in document:
+            raise ConfigError(f"{source} is no graph: it needs the field graph (its version)")
+        if document["graph"] != VERSION:
+            raise ConfigError(f"{source} is a graph of version {document['graph']!r}, and this reads version {VERSION}")
+        if "rows" not in document:  # without which seconds would be taken for those of one row
+            raise ConfigError(f"{source}, rows: is missing")
+        return read_record(cls, {key: value for key, value in document.items() if key != "graph"}, source)
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph to a file, as JSON."""
+        with atomic_write(path) as draft:
+            draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Graph":
+        """Return the graph in a file.
+
+        Raises:
+            ConfigError: the file has no graph.
+        """
+        return cls.from_dict(documents.parse(documents.read(Path(path)), str(path), only_json=True), str(path))
 
 
 def _check(value: float, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Prediction of a cut as a plan: its simulated schedule, the exchange that is not hidden, and memory by rank."""
+"""Predictions: a cut as a plan, with its simulated schedule, its exchange and memory; and data parallelism alone."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from grace.pipeline.planning.schedules import micro_batches_in_flight
 from grace.pipeline.planning.simulation import simulate
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut
+from grace.planner.step_simulation import Timeline
 
 
 def predicted(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
@@ -88,3 +89,25 @@ def _exchange_seconds(space: Space, cut: StageCut, groups: Sequence[tuple[int, .
             nbytes = sum(space.graph.parameters[name] for name in sorted(theirs))
             total += space.devices.exchange_network(len(nodes) > 1, 1).seconds("allreduce", nbytes, 2)
     return total + space.exchange(i, j, len(groups[stage]), *space.devices.exchange(groups, stage))
+
+
+def data_parallel(space: Space) -> float | None:
+    """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward. It accumulates over as
+    few micro-batches as memory suffices for; None if memory suffices for none."""
+    graph, count = space.graph, space.devices.count
+    cut = StageCut(0.0, (space.count,), (count,))
+    for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
+        if memory_of(space, Setting("1f1b", many, equal_stages=1), cut)[0] <= space.limit:
+            break
+    else:
+        return None
+    rows = space.rows(many, count)
+    forward, backward = space.seconds(0, space.count, rows)
+    ready, at = dict[str, float](), 0.0
+    for node in reversed(graph.nodes):
+        at += graph.seconds(node, rows)[1]
+        ready.update(dict.fromkeys(node.parameters, min(at, backward)))
+    variables = [graph.variable(name) for name in graph.parameters]
+    network = space.devices.exchange_network(*space.devices.exchange([tuple(range(count))], 0))
+    before = many * forward + (many - 1) * backward
+    return space.exchanges.seconds(variables, count, network, Timeline(ready, before, backward))

@@ -152,10 +152,6 @@ class Space:
         self.returned = sum(map(graph.nbytes, graph.outputs))
         """Bytes of the model's outputs. Its loss keeps as many."""
 
-    def with_blocks(self, made: Sequence[ModelBlock]) -> "Space":
-        """Return this space with other blocks."""
-        return Space(self.graph, made, self.devices, self.exchanges, self.batch, self.limit, self.state, self.update)
-
     # -- one stage: blocks i to j, on r replicas --------------------------------------------------------
 
     def rows(self, microbatches: int, replicas: int) -> float:

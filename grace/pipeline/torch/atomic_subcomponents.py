@@ -1,6 +1,7 @@
 """Atomic subcomponents of a captured model: operations that depend on its inputs, with the constant operations that
 feed them."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils import _pytree as pytree
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.torch.batches import count_rows
+from grace.pipeline.torch.batches import count_rows, has_rows
 from grace.pipeline.torch.capture import (
     Captured,
     capture,
@@ -123,7 +124,9 @@ class Atoms:
         trained: dict[str, torch.Tensor] = {}
         for node in self.dynamic:
             value, stored = self.values[node], self.stored(node)
-            parameters = {name: tensor for name, tensor in stored.items() if _is_trained(tensor)}
+            parameters = {
+                name: p for name, p in stored.items() if isinstance(p, torch.nn.Parameter) and p.requires_grad
+            }
             trained |= parameters
             nodes.append(
                 GraphNode(
@@ -187,10 +190,13 @@ class CapturedBatch:
         args, kwargs = pytree.tree_unflatten(list(flat), self.captured.in_spec)
         return CapturedBatch(self.model, args, kwargs, self.whole_names)
 
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    """Return True for a parameter that requires gradients."""
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    @functools.cached_property
+    def doubled_values(self) -> dict[str, object]:
+        """Fake values of all nodes by name, for a batch of twice as many rows. Raise ConfigError if the model takes
+        batches of this size only."""
+        flat = zip(self.flat, self.whole, strict=True)
+        doubled = [torch.cat([one, one]) if has_rows(one, self.rows) and not whole else one for one, whole in flat]
+        return self.with_inputs(doubled).atoms.values_by_name
 
 
 def tensor_leaves(value: object) -> list[torch.Tensor]:

@@ -118,7 +118,8 @@ class CallComparison:
         except Exception as raised:  # this rank still takes part in the all-gather, for which the others wait
             error = raised
         has_optimizer = gradients.has_optimizer  # the dummy's counts and rates are not compared
-        self.rates = _rates(gradients.optimizer) if has_optimizer else []
+        groups = gradients.optimizer.param_groups if has_optimizer else []
+        self.rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
         counts = gradients.batches, gradients.updates if has_optimizer else -1
         rates = zlib.crc32(repr(self.rates).encode()) if has_optimizer else -1
         stamp = [int(error is not None), mode, *counts, shapes, rates, *batch]
@@ -203,8 +204,3 @@ class CallComparison:
             "give all ranks' optimizers the same",
             stacklevel=2,
         )
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return an optimizer's learning rates, in order."""
-    return sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})

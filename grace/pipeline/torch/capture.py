@@ -74,15 +74,11 @@ class Captured:
         flat, flat_spec = pytree.tree_flatten((tuple(args), ordered))
         if flat_spec != spec or len(ordered) != len(kwargs):
             raise ConfigError(
-                f"the model was cut for {_describe_spec(spec)}, and is called with {len(args)} arguments and "
+                f"the model was cut for {spec.child(0).num_children} arguments and "
+                f"{sorted(spec.child(1).context) or 'no keywords'}, and is called with {len(args)} arguments and "
                 f"{sorted(kwargs) or 'no keywords'}: call it as in example_inputs"
             )
         return flat
-
-
-def _describe_spec(spec: pytree.TreeSpec) -> str:
-    """Return a description of a call's arguments, for messages."""
-    return f"{spec.child(0).num_children} arguments and {sorted(spec.child(1).context) or 'no keywords'}"
 
 
 def capture(model: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None = None) -> Captured:

@@ -133,16 +133,13 @@ def costs_by_rows(
     return costs
 
 
-def build_graph(
-    model: torch.nn.Module, example_inputs: object, dry: bool = False, profiles: str | Path | None = None
-) -> Graph:
+def build_graph(model: torch.nn.Module, example_inputs: object, dry: bool = False) -> Graph:
     """Return a model's atomic subcomponents and their costs, as :class:`grace.torch.Pipeline` plans with on every rank.
 
     Args:
         model: any module that ``torch.export`` takes. One on ``meta`` is never run.
         example_inputs: as :class:`grace.torch.Pipeline` takes them.
         dry: estimate seconds from FLOPs and bytes, and run nothing.
-        profiles: the file of measured seconds; None measures anew.
 
     Raises:
         ConfigError: ``torch.export`` cannot take the model, or it is not a plain module.
@@ -154,7 +151,7 @@ def build_graph(
     check_plain_model(model)
     with training_mode(model):
         batch = CapturedBatch(model, *split_call(example_inputs))
-        return batch.atoms.graph(batch.rows, costs_by_rows(batch, dry, profiles))
+        return batch.atoms.graph(batch.rows, costs_by_rows(batch, dry))
 
 
 def _read_profiles(file: str | Path | None) -> dict[str, list[float]]:

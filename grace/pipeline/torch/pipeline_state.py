@@ -1,7 +1,6 @@
 """The tensors that a pipeline's stages own, and the state of the whole model, under the model's names."""
 
 import pickle
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -144,7 +143,7 @@ class StageTensors:
         targets = {name: tensors.get(names.get(name, name), one) for name, one in own.items()}
         with failing_together(self.mesh.backend, "a model's state", "did not load the model's state"):
             values = _model_tensors(targets, state, own.keys() - names.keys())
-            sums = [_checksum(value) for value in values.values()]
+            sums = [-1 if one.is_meta else state_schema.checksum(one) for one in values.values()]  # -1: no values here
         received: list[list[int]] = self.mesh.backend.allgather_object(sums)
         for name, every in zip(values, zip(*received, strict=True), strict=True):
             # a rank may have a state with values for its own stage alone, and the others on meta
@@ -328,13 +327,6 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return pickle.dumps(one) == pickle.dumps(other)  # == of arrays is no truth value, and of many classes is identity
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return a CRC-32 of a tensor's bytes; -1 if it has no values here."""
-    if tensor.is_meta:
-        return -1
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _undamaged_states(saved: object, memory: str) -> tuple[list[SavedState], list[str]]:

@@ -13,7 +13,6 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import units
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.torch.atomic_subcomponents import Atoms, CapturedBatch
-from grace.pipeline.torch.batches import has_rows
 from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.point_to_point import Crossing, PointToPointStage
 
@@ -193,15 +192,6 @@ def _assign_by_owners(
     return stages
 
 
-def _doubled_values(micro_batch: CapturedBatch) -> dict[str, object]:
-    """Return the fake values of all nodes for a batch of twice as many rows."""
-    doubled = [
-        torch.cat([one, one]) if has_rows(one, micro_batch.rows) and not whole else one
-        for one, whole in zip(micro_batch.flat, micro_batch.whole, strict=True)
-    ]
-    return micro_batch.with_inputs(doubled).atoms.values_by_name
-
-
 def _doubled_axis(value: object, double: object) -> int | None:
     """Return the only dimension that doubles if the batch has twice as many rows; None if there is no such one."""
     if not isinstance(value, torch.Tensor) or not isinstance(double, torch.Tensor):
@@ -213,7 +203,7 @@ def _doubled_axis(value: object, double: object) -> int | None:
 
 def _row_axes(micro_batch: CapturedBatch, value_of: Mapping[str, object]) -> dict[str, int | None]:
     """Return the dimension of each value that has one element for each row of the batch."""
-    double_value_of = _doubled_values(micro_batch)
+    double_value_of = micro_batch.doubled_values
     axes: dict[str, int | None] = {}
     for name, value in value_of.items():
         axis = _doubled_axis(value, double_value_of.get(name))
@@ -232,7 +222,7 @@ def _output_axes(micro_batch: CapturedBatch) -> list[int | None]:
     if all(not shape or (shape[0] == rows and rows not in shape[1:]) for shape in shapes):
         return [0 if shape else None for shape in shapes]
     try:
-        double_value_of = _doubled_values(micro_batch)
+        double_value_of = micro_batch.doubled_values
     except ConfigError:  # the model takes batches of this size only
         return [0 if shape else None for shape in shapes]
     return [_doubled_axis(value_of.get(name), double_value_of.get(name)) for name in names]
@@ -247,7 +237,7 @@ def sums_of_rows(micro_batch: CapturedBatch) -> list[bool]:
         return [False] * len(outputs)
     value_of = micro_batch.atoms.values_by_name
     try:
-        double_value_of = _doubled_values(micro_batch)
+        double_value_of = micro_batch.doubled_values
     except ConfigError:  # the model takes batches of this size only
         return [False] * len(outputs)
 

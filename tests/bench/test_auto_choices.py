@@ -1,15 +1,13 @@
-"""``grace bench plan``: what it says of given numbers, and a small run of it."""
+"""``python -m benchmarks.auto_choices``: what it says of given numbers, and a small run of it."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
 
-from grace.bench.common.options import bandwidths
-from grace.bench.common.results import Results, load
-from grace.bench.plan.plan_command import LINKS
-from grace.bench.report.plan_table import judge, order, show
-from tests.support.command import grace_command
+from benchmarks.auto_choices import judge, order, show_all
+from tests.support.command import benchmark
 
 
 def plan(name, predicted, measured, **said):
@@ -64,7 +62,7 @@ def test_a_table_has_all_scenarios_and_their_regret():
         scenario(PLAIN, plan("b", 90.0, 100.0), bandwidth=None, settled=70),
     ]
     console = Console(file=io.StringIO(), width=80)
-    show(console, Results("plan", {}, given))
+    show_all(console, given)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "m, 2 ranks at 1gbit 1/1 0.0% 0.55 0.55 56 0.5 s" in lines
     assert "m, 2 ranks on loopback 0/0 10.0% 1.00 1.10 70 0.5 s" in lines
@@ -85,11 +83,10 @@ def net():
 @pytest.mark.ranks
 def test_a_scenario_of_real_ranks(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
-    words = ["--models", "small:net", "--bandwidth", "none", "-n", "2", "--methods", "fp16,topk(ratio=0.01)"]
-    words += ["--quick", "--seconds", "0.02"]
-    code, _, err = grace_command("bench", "plan", *words, "--out", "new", folder=tmp_path)
-    assert code == 0, err
-    (kept,) = load(tmp_path / "new").rows
+    words = ["--models", "small:net", "-n", "2", "--methods", "fp16,topk(ratio=0.01)", "--rounds", "2"]
+    out = benchmark("auto_choices", *words, "--seconds", "0.02", "--out", "new.json", folder=tmp_path)
+    (kept,) = json.loads((tmp_path / "new.json").read_text())["rows"]
+    assert "small:net, 2 ranks on loopback" in out
     plans = {plan["name"]: plan for plan in kept["plans"]}
     assert next(iter(plans)) == "none"
     assert {"fp16", "topk(ratio=0.01)"} < set(plans)
@@ -103,7 +100,3 @@ def test_a_scenario_of_real_ranks(tmp_path):
     assert kept["uncompressed"] <= 15
     assert kept["planning"] > 0
     assert "largest part of a variable's bound" in kept["plan"]
-
-
-def test_links_are_the_loopback_and_three_slower_ones():
-    assert bandwidths(LINKS) == [None, 1e10, 1e9, 1e8]

@@ -1,7 +1,6 @@
-"""Graphs as JSON, PipeDream's profiles, and what is refused of both."""
+"""Graphs as JSON, and what is refused of graphs."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,52 +8,23 @@ from hypothesis import given, settings
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.planning.profiles import of_dict, of_pipedream, read, to_dict, write
 from tests.pipeline.graphs import chain, graphs
-
-PROFILES = Path(__file__).parent / "profiles"
 
 
 @settings(max_examples=50, deadline=None)
 @given(graph=graphs)
 def test_graphs_are_read_as_they_were_written(graph):
-    again = of_dict(json.loads(json.dumps(to_dict(graph))))
+    again = Graph.from_dict(json.loads(json.dumps(graph.to_dict())))
     assert again == graph
     assert again.key == graph.key
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
     graph = Graph(chain(3, parameters=8.0).nodes, {"x": 1.0}, ("n2",), 4, (), (Variable("w0", (2, 1)),))
-    write(graph, tmp_path / "graph.json")
-    assert read(tmp_path / "graph.json") == graph
+    graph.save(tmp_path / "graph.json")
+    assert Graph.load(tmp_path / "graph.json") == graph
     assert graph.variable("w0").shape == (2, 1)
     assert graph.variable("w1") == Variable("w1", (2,))
-
-
-def test_a_profile_of_pipedream():
-    graph = read(PROFILES / "vgg16.json")
-    assert (len(graph.nodes), graph.rows, graph.outputs) == (40, 128, ("node41",))
-    assert graph.inputs == {"node1": 128 * 3 * 224 * 224 * 4}
-    conv = graph.nodes[graph.index["node2"]]
-    assert (conv.forward, conv.backward) == (pytest.approx(0.022307), pytest.approx(0.024613))
-    assert (conv.kind, conv.inputs) == ("Conv2d", ("node1",))
-    assert sum(graph.parameters.values()) == 553430176
-    assert read(PROFILES / "vgg16.json", rows=64).rows == 64
-
-
-def test_nodes_of_profiles_are_put_in_order():
-    columns = ["id", "kind", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"]
-    rows = [["b", "ReLU", 1, 1, 8, 0], ["a", "Linear", 1, 2, 8, 4], ["x", "Input", 5, 0, 16, 0]]
-    document = {"columns": columns, "nodes": rows, "edges": [["x", "a"], ["a", "b"]]}
-    graph = of_pipedream(document, rows=2)
-    assert [node.name for node in graph.nodes] == ["a", "b"]
-    assert graph.nodes[0].parameters == {"a.parameters": 4.0}
-    with pytest.raises(ConfigError, match="give rows="):
-        of_pipedream(document)
-    with pytest.raises(ConfigError, match="circle: "):
-        of_pipedream({**document, "edges": [["a", "b"], ["b", "a"]]}, rows=2)
-    with pytest.raises(ConfigError, match="no profile of PipeDream's: KeyError: 'c'"):
-        of_pipedream({**document, "edges": [["c", "b"]]}, rows=2)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +33,18 @@ def test_nodes_of_profiles_are_put_in_order():
         ([], "needs the field graph"),
         ({"graph": 7}, "version 7"),
         (
-            {"graph": 1, "nodes": [{"name": "a", "weight": 3}]},
+            {"graph": 1, "rows": 1, "nodes": [{"name": "a", "weight": 3}]},
             r"nodes\[0\].weight: unknown key.*; known: name, inputs, ",
         ),
         (
-            {"graph": 1, "nodes": [], "variables": [{"name": "w", "shape": [1], "sprase": True}]},
+            {
+                **{"graph": 1, "rows": 1, "inputs": {}, "outputs": [], "nodes": []},
+                "variables": [{"name": "w", "shape": [1], "sprase": True}],
+            },
             r"variables\[0\].sprase: unknown key \(did you mean 'sparse'\?\); known: name, shape, ",
         ),
-        ({"graph": 1, "nodes": []}, "KeyError"),
+        ({"graph": 1, "nodes": []}, "rows: is missing"),
+        ({"graph": 1, "rows": 1, "nodes": []}, "inputs: is missing"),
         ({"graph": 1, "rows": 1, "inputs": {}, "outputs": [], "nodes": []}, "at least one node"),
     ],
 )
@@ -78,10 +52,10 @@ def test_what_is_no_graph_is_refused(tmp_path, document, says):
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=says):
-        read(path)
+        Graph.load(path)
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
-        read(path)
+        Graph.load(path)
 
 
 @pytest.mark.parametrize(

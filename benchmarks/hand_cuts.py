@@ -1,18 +1,15 @@
-"""Baselines that plans are compared with: cuts by hand, GPipe's balance, and data parallelism alone."""
+"""Cuts by hand that plans of pipelines are compared with: equal layers or parameters, and GPipe's balance."""
 
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import cut_at
+from grace.pipeline.planning.blocks import ModelBlock, cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.predict import memory_of
 from grace.pipeline.planning.search import SearchOptions, search
-from grace.pipeline.planning.stage_costs import Setting, Space
-from grace.pipeline.planning.stage_search import StageCut
-from grace.planner.step_simulation import Timeline
+from grace.pipeline.planning.stage_costs import Space
 
 
 def equal_layers(graph: Graph, stages: int) -> list[str]:
@@ -81,6 +78,11 @@ def _ends_within(sums: Sequence[float], most: float) -> list[int]:
     return ends
 
 
+def with_blocks(space: Space, made: Sequence[ModelBlock]) -> Space:
+    """Return a space with other blocks."""
+    return Space(space.graph, made, space.devices, space.exchanges, space.batch, space.limit, space.state, space.update)
+
+
 def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
     """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
     replicas each, every number of micro-batches and schedule, and with and without recomputation; None if memory
@@ -91,27 +93,5 @@ def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | 
         options = SearchOptions(stages=stages, replicas=count // stages, layout="replicas")
         # the rule may cut nodes apart that must be together, or memory may not suffice
         with contextlib.suppress(ConfigError):
-            found.append(search(space.with_blocks(cut_at(graph, how(graph, stages))), options))
+            found.append(search(with_blocks(space, cut_at(graph, how(graph, stages))), options))
     return min(found, key=lambda plan: plan.seconds, default=None)
-
-
-def data_parallel(space: Space) -> float | None:
-    """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward. It accumulates over as
-    few micro-batches as memory suffices for; None if memory suffices for none."""
-    graph, count = space.graph, space.devices.count
-    cut = StageCut(0.0, (space.count,), (count,))
-    for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
-        if memory_of(space, Setting("1f1b", many, equal_stages=1), cut)[0] <= space.limit:
-            break
-    else:
-        return None
-    rows = space.rows(many, count)
-    forward, backward = space.seconds(0, space.count, rows)
-    ready, at = dict[str, float](), 0.0
-    for node in reversed(graph.nodes):
-        at += graph.seconds(node, rows)[1]
-        ready.update(dict.fromkeys(node.parameters, min(at, backward)))
-    variables = [graph.variable(name) for name in graph.parameters]
-    network = space.devices.exchange_network(*space.devices.exchange([tuple(range(count))], 0))
-    before = many * forward + (many - 1) * backward
-    return space.exchanges.seconds(variables, count, network, Timeline(ready, before, backward))

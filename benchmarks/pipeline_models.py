@@ -1,4 +1,4 @@
-"""Models of ``grace bench pipeline``: some with equal layers, some without, sized for a processor core.
+"""Models of :mod:`benchmarks.pipeline_cuts`: some with equal layers, some without, sized for a processor core.
 
 Each function makes ``(model, inputs, target, loss)``, with ``loss(outputs, target)`` a mean over rows; all ranks make
 the same.

@@ -1,14 +1,13 @@
-"""``grace bench pipeline``: what it says of given numbers, and a small run of it."""
+"""``python -m benchmarks.pipeline_cuts``: what it says of given numbers, and a small run of it."""
+
+import json
 
 import pytest
 import torch
 
-from grace.bench.common.results import load
-from grace.bench.pipeline import pipeline_command
-from grace.bench.pipeline.pipeline_command import KNOWN
-from grace.bench.report.pipeline_table import CHOSEN, judge, merged, verdict
-from grace.bench.workloads.pipelines import MODELS, cuttable
-from tests.support.command import grace_command
+from benchmarks.pipeline_cuts import CHOSEN, judge, merged, verdict
+from benchmarks.pipeline_models import MODELS, cuttable
+from tests.support.command import benchmark
 
 
 def cut(name, end, predicted, measured, replicas=(1, 1)):
@@ -43,9 +42,8 @@ def test_other_shares_of_ranks_are_other_cuts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", MODELS)
 def test_models_have_a_loss(name):
-    assert set(KNOWN) == set(MODELS)
     made = cuttable(name)
     inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
     with torch.no_grad():
@@ -63,15 +61,12 @@ def net():
 
 
 @pytest.mark.ranks
-def test_a_small_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline_command, "QUICK", {"rounds": 1, "blocks": 4, "seconds": 0.02})
+def test_a_small_run(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
-    code, out, err = grace_command(
-        "bench", "pipeline", "--models", "small:net", "--quick", "--out", "new", folder=tmp_path
-    )
-    assert code == 0, err
+    words = ["--models", "small:net", "--rounds", "1", "--blocks", "4", "--seconds", "0.02", "--out", "new.json"]
+    out = benchmark("pipeline_cuts", *words, folder=tmp_path)
     assert "small:net, 2 ranks on loopback, none" in out
-    (found,) = load(tmp_path / "new").rows
+    (found,) = json.loads((tmp_path / "new.json").read_text())["rows"]
     names = [one["name"] for one in found["cuts"]]
     assert names[0] == CHOSEN
     assert sum(name.startswith("after ") for name in names) == 3

@@ -1,0 +1,1 @@
+"""Scripts that measure one thing each, for figures of BENCHMARKS.md."""

@@ -1,1 +1,0 @@
-"""Predicted steps beside measured ones."""

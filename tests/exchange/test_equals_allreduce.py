@@ -49,8 +49,8 @@ def test_none_equals_plain_allreduce_bit_for_bit_after_20_steps(group_bytes, gro
     assert same(weights(model), plain_allreduce(layout, 20))
 
 
-def trained(compressor, communicator, seeds_differ=False, **choices):
-    model = net(seed=grace.rank() if seeds_differ else 0)
+def trained(compressor, communicator, **choices):
+    model = net()
     start = weights(model)
     optimizer = distributed(model, compressor, communicator=communicator, **choices)
     train(model, optimizer, range(5))
@@ -71,19 +71,6 @@ def test_broadcast_equals_allgather_bit_for_bit(compressor):
 @on_ranks()
 def test_the_result_does_not_depend_on_the_grouping_on_two_ranks(compressor):
     assert trained(compressor, None) == trained(compressor, None, group_bytes=1)
-
-
-@on_ranks(2, 3)
-def test_ranks_that_start_apart_are_given_rank_0s_parameters():
-    assert trained("none", None, seeds_differ=True) == trained("none", None)
-
-
-@pytest.mark.parametrize("broadcast", [True, False])
-@on_ranks()
-def test_broadcast_false_leaves_the_parameters_alone(broadcast):
-    model = net(seed=grace.rank())
-    distributed(model, "none", broadcast=broadcast)
-    assert same(weights(model), weights(net(seed=0 if broadcast else grace.rank())))
 
 
 @on_ranks(2, 3)

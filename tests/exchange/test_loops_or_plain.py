@@ -47,7 +47,7 @@ def test_compiled_loops_have_the_bits_of_plain_operations(spec, monkeypatch):
             continue
         legal += 1
         plain, rng = trained(spec, memory), np.random.default_rng(1)
-        for step in range(4):
+        for step in range(3):
             gradients, present = drawn(rng, SHAPES, torch.float32)
             wanted = loops.step(gradients, present)
             with monkeypatch.context() as patched:

@@ -1,6 +1,7 @@
-"""Keras's torch backend, in new processes, where Keras is imported with it: its models, and what is refused."""
+"""Keras's torch backend, in processes that import Keras with it: its models, and what is refused."""
 
 import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -10,7 +11,6 @@ from tests.support.by_hand import started_by_hand
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import environment
 from tests.support.limits import HANGS
-from tests.support.warm import REAL
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -88,12 +88,14 @@ def test_keras_models_train_in_fit_and_in_loops_by_torchs_optimizers_and_keras_o
     script = tmp_path / "train.py"
     example, installed = ROOT / "examples" / "torch" / "keras_on_torch.py", find_spec("tensorflow") is not None
     script.write_text(PROGRAM.replace("EXAMPLE", str(example)).replace("INSTALLED", str(installed)))
-    command = [REAL, str(script), "--epochs", "3", "--compressor", "topk(ratio=0.1)"]
+    command = [sys.executable, str(script), "--epochs", "3", "--compressor", "topk(ratio=0.1)"]
     if size == 1:
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANGS)
+        done = subprocess.run(
+            command, env={**environment(), "KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=HANGS
+        )
         ranks = [(done.returncode, done.stdout + done.stderr)]
     else:
-        ranks = started_by_hand(command)
+        ranks = started_by_hand(command, KERAS_BACKEND="torch")
     assert [code for code, _ in ranks] == [0] * size, ranks
     said = ranks[0][1]
     assert "topk(ratio=0.1) on " in said

@@ -1,13 +1,12 @@
-"""Some ranks only, users' own parts, and what the optimizer still is."""
+"""Some ranks only, and what the optimizer still is."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import grace
-from grace.torch import Allgather, Communicator, Compressor, Memory, Traits
 from tests.support.pools import on_ranks
-from tests.support.training import digest, distributed, net, refusal, state_of, train, weights
+from tests.support.training import digest, distributed, net, refusal, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -30,59 +29,6 @@ def in_a_subgroup():
 def test_a_subgroup_of_the_ranks_can_train(three_ranks):
     nobody, first, second = three_ranks.run(in_a_subgroup)
     assert (nobody, first) == (None, second)
-
-
-class Half(Compressor):
-    """A user's compressor in torch operations."""
-
-    traits = Traits(category="quantization", contraction=True)
-
-    def compress(self, tensor, name):
-        return [tensor.half()], tensor.shape
-
-    def decompress(self, payload, ctx):
-        return payload[0].float().view(ctx)
-
-
-class Decaying(Memory):
-    """A user's memory in torch operations."""
-
-    def compensate(self, tensor, name):
-        return tensor + 0.5 * self.state[name] if name in self.state else tensor.clone()
-
-    def update(self, tensor, name, compressor, payload, ctx):
-        self.state[name] = tensor - compressor.decompress(payload, ctx)
-
-
-class ByReduction(Communicator):
-    """A user's all-gather, made of an all-reduce of a buffer with a row per rank."""
-
-    def communicate(self, wire):
-        rows = wire.new_zeros(self.backend.size, wire.numel())
-        rows[self.backend.rank] = wire
-        return self.backend.allreduce(rows).map(lambda rows: list(rows.unbind()))
-
-
-@on_ranks(2, 3)
-def test_users_own_compressor_memory_and_communicator(tmp_path):
-    file, ends = tmp_path / f"{grace.rank()}.pt", []
-    for communicator in (Allgather, ByReduction):
-        model, grc = net(), communicator(Half(), Decaying())
-        optimizer = distributed(model, communicator=grc)
-        assert grc in optimizer._grace.runner.communicators
-        train(model, optimizer, range(4))
-        assert state_of(optimizer)["memory"]
-        torch.save(optimizer.state_dict(), file)
-        again = distributed(net(), communicator=communicator(Half(), Decaying()))
-        again.load_state_dict(torch.load(file, weights_only=True))
-        assert digest(state_of(again)) == digest(state_of(optimizer))
-        ends.append(weights(model))
-    plain = net()
-    train(plain, distributed(plain, "none"), range(4))
-    for name, value in weights(plain).items():
-        torch.testing.assert_close(ends[0][name], value, rtol=1e-2, atol=1e-3, msg=name)
-    assert digest(ends[0]) == digest(ends[1])
-    return digest(ends[0])
 
 
 @on_ranks()

@@ -217,8 +217,10 @@ def test_what_cannot_work_is_refused_in_lightnings_words(tmp_path):
     }
     with torchrun():
         check_refused(misuses)
-        hook_with_lightnings_own(own := callback(), own).fit(net(), *loaders())
-        assert own.state.traffic.sent_bytes > 0
+        by_nodes = callback(None, strategy=f"uniform(compressor={TOPK})", hierarchical=True)
+        hook_with_lightnings_own(by_nodes, by_nodes).fit(net(), *loaders())
+        assert by_nodes.state.runner.hierarchical
+        assert by_nodes.state.traffic.sent_bytes > 0
 
 
 @on_ranks(2)

@@ -241,6 +241,18 @@ def test_what_cannot_work_is_refused_by_the_trainers_words(tmp_path: Path):
         check_refused(misuses)
 
 
+class Small(torch.nn.Module):
+    """A model that is compiled in little time."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.words(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 @on_ranks(2)
 def test_learning_rates_compiled_models_and_other_memories(tmp_path):
     """Settings beside the usual ones; each trains."""
@@ -260,7 +272,8 @@ def test_learning_rates_compiled_models_and_other_memories(tmp_path):
         for _ in range(2):
             made.train()
             assert own.state.runner.context.step == 1
-        compiled = trainer(tmp_path, own := callback(), max_steps=2, torch_compile=True, torch_compile_backend="eager")
+        compiling = {"torch_compile": True, "torch_compile_backend": "eager"}
+        compiled = trainer(tmp_path, own := callback(), model=Small(), max_steps=2, **compiling)
         compiled.train()
         assert not any("_orig_mod" in name for name in kept(own.state))
 

@@ -1,17 +1,21 @@
 """Index coding: the smallest form by the sizes alone, and one decoder."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import coded_as, decode, encode
+from tests.support.pairwise import pairwise
+
+VALUES = [1, 8, 1000, 65536, 65537, 300_000], [0.001, 0.02, 0.05, 0.1, 0.9, 1.0], [True, False]
+CASES = [*itertools.product(*VALUES, ["numpy"]), *((*case, "torch") for case in pairwise(*VALUES))]
+"""All forms in NumPy; torch's are chosen by the same sizes."""
 
 
-@pytest.mark.parametrize("n", [1, 8, 1000, 65536, 65537, 300_000])
-@pytest.mark.parametrize("ratio", [0.001, 0.02, 0.05, 0.1, 0.9, 1.0])
-@pytest.mark.parametrize("fixed", [True, False])
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize(("n", "ratio", "fixed", "framework"), CASES)
 def test_positions_survive_in_the_smallest_form(n, ratio, fixed, framework):
     count = max(1, int(n * ratio))
     indices = np.sort(np.random.default_rng(0).choice(n, count, replace=False)).astype(np.int32)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from tests.support.data import REFERENCE, agree
-from tests.support.implementations import ALL, OTHERS
+from tests.support.implementations import ALL, OTHERS, crossed
 
-others = pytest.mark.parametrize("it", OTHERS)
 SHAPES = [(5,), (5, 3), (5, 2, 2)]
 
 
@@ -14,9 +13,7 @@ def matrix(shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@others
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [[], [4], [3, 0, 4]])
+@crossed(OTHERS, ("shape", "rows"), SHAPES, [[], [4], [3, 0, 4]])
 def test_rows_are_taken_and_put(it, shape, rows):
     rows = np.array(rows, np.int32)
     taken = agree(it, "take_rows", matrix(shape), rows)
@@ -24,9 +21,7 @@ def test_rows_are_taken_and_put(it, shape, rows):
     np.testing.assert_array_equal(put[rows], 2 * taken)
 
 
-@others
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [[], [4], [3, 0, 3]])
+@crossed(OTHERS, ("shape", "rows"), SHAPES, [[], [4], [3, 0, 3]])
 def test_rows_are_added_twice_if_they_come_twice(it, shape, rows):
     rows = np.array(rows, np.int32)
     values = matrix((len(rows), *shape[1:]))

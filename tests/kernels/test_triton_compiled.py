@@ -143,14 +143,15 @@ def test_every_number_may_be_one(compiled):
     for launch in (launch for launches in compiled.launches().values() for launch in launches):
         for place, (name, arg) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
             this = launch.kernel, name, repr(launch.constants) if THOROUGH else ""
-            if isinstance(arg, int) and arg != 1 and this not in seen:
+            constant = isinstance(arg, int) and not launch.kernel.params[place].do_not_specialize
+            if constant and arg != 1 and this not in seen:
                 seen.add(this)
                 args = (*launch.args[:place], 1, *launch.args[place + 1 :])
                 try:
                     compiled.parsed(dataclasses.replace(launch, args=args), "sm_90")
                 except triton.compiler.errors.CompilationError as error:
                     bad[launch.kernel.__name__, name] = error
-    assert len(seen) > 50
+    assert len(seen) > 15
     assert not bad
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import grace
 from grace.torch.state_dict import pack_state, unpack_state
 from tests.support.damaged_states import bent, changed
+from tests.support.pipelines import unmeasured
 from tests.support.pools import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.training import refusal
@@ -134,13 +135,12 @@ def test_a_replicas_state_that_is_missing_or_damaged_is_refused_by_replicas_and_
 def pipeline_of(**settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-    return grace.torch.Pipeline(
+    return unmeasured(
         model,
         torch.zeros(8, 6),
         nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         microbatches=2,
-        profiles=False,
         **settings,
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 import grace
 from tests.support.engine_pools import command, environment
 from tests.support.limits import HANGS
+from tests.support.pipelines import unmeasured
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
 
@@ -19,12 +20,11 @@ pytestmark = pytest.mark.ranks
 def engine_of(rate=0.1, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
-    return grace.torch.Pipeline(
+    return unmeasured(
         model,
         torch.zeros(8, 8),
         nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
-        profiles=False,
         **{"microbatches": 2, "stages": 2, **settings},
     )
 

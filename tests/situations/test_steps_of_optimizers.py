@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import grace
+from tests.support.pipelines import unmeasured
 from tests.support.pools import on_ranks
 from tests.support.sharded import built, mesh_of, whole
 from tests.support.sharded import loss_of as loss_in_shards
@@ -319,8 +320,8 @@ def in_a_pipeline(make):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     loss = torch.nn.functional.mse_loss
-    settings = {"microbatches": 2, "stages": 2, "compressor": "topk(ratio=0.1)", "profiles": False}
-    engine = grace.torch.Pipeline(model, torch.zeros(8, 8), loss, optimizer=make, **settings)
+    settings = {"microbatches": 2, "stages": 2, "compressor": "topk(ratio=0.1)"}
+    engine = unmeasured(model, torch.zeros(8, 8), loss, optimizer=make, **settings)
     losses = []
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)

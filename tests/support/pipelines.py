@@ -342,15 +342,20 @@ def estimated(batch, **ignored):
     return node_costs.estimate_costs(batch.atoms)
 
 
-def pipeline(name, model=None, example=True, **settings):
-    """A pipeline of a toy, of two stages or as the settings say."""
+def unmeasured(*args, **settings):
+    """A pipeline of any model, planned by costs that no machine has measured."""
     import grace
 
+    with mock.patch.object(node_costs, "costs_by_rows", estimated):
+        return grace.torch.Pipeline(*args, **settings)
+
+
+def pipeline(name, model=None, example=True, **settings):
+    """A pipeline of a toy, of two stages or as the settings say."""
     args, kwargs, _ = batch(name)
     given, loss = (args, kwargs) if example else None, None if name == "LossAsOutput" else loss_fn
     settings = {"optimizer": sgd, "microbatches": 2, "stages": None if "replicas" in settings else 2, **settings}
-    with mock.patch.object(node_costs, "costs_by_rows", estimated):
-        return grace.torch.Pipeline(made(name) if model is None else model, given, loss, **settings)
+    return unmeasured(made(name) if model is None else model, given, loss, **settings)
 
 
 def own_batch(engine, name, step):

@@ -270,9 +270,10 @@ def _become(request: dict[str, Any], files: list[int], hidden: _Hidden) -> None:
         resource.setrlimit(getattr(resource, limit), tuple(values))
     os.environ.clear()
     os.environb.update(request["env"])
-    if os.environ.get("TRITON_INTERPRET"):  # which Triton reads when its own functions are made: it is imported anew
+    read_on_import = {"TRITON_INTERPRET": "triton.", "KERAS_BACKEND": "keras."}  # packages that are imported anew
+    for package in [package for variable, package in read_on_import.items() if os.environ.get(variable)]:
         for group in hidden.group_of.values():
-            for name in [name for name in group if f"{name}.".startswith("triton.") and "._C" not in name]:
+            for name in [name for name in group if f"{name}.".startswith(package) and "._C" not in name]:
                 del group[name]
         hidden.group_of = {name: group for name, group in hidden.group_of.items() if name in group}
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))

@@ -21,6 +21,7 @@ from tests.support.pipelines import (
     pipeline,
     rows,
     sgd,
+    unmeasured,
 )
 from tests.support.pools import on_ranks, ranks_of
 
@@ -80,7 +81,7 @@ def test_a_stage_exchanges_while_those_in_front_of_it_still_compute(tmp_path, sc
     after a step are one process's."""
     args, kwargs, target = batch("Residual", 0, 2 * ROWS)
     settings = {"microbatches": 2, "stages": 2, "replicas": 2, "schedule": schedule, "inputs": "global"}
-    engine = grace.torch.Pipeline(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
+    engine = unmeasured(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
     folder, calls, seen = tmp_path, [], []
     if engine.stage == 0:
 
@@ -141,7 +142,7 @@ def test_a_rank_without_parameters_or_replicas_tells_that_nothing_was_sent():
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh())
     x, y = torch.ones(4, 6), torch.zeros(4, 4)
     choices = {"stages": 2, "microbatches": 2, "cuts": ["linear"], "compressor": "topk(ratio=0.5)"}
-    engine = grace.torch.Pipeline(model, (x,), torch.nn.functional.mse_loss, optimizer=sgd, **choices)
+    engine = unmeasured(model, (x,), torch.nn.functional.mse_loss, optimizer=sgd, **choices)
     engine.step(x, y)
     assert sorted(grace.allgather_object(bool(engine.parameters))) == [False, True]
     metrics = engine.metrics()

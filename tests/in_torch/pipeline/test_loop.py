@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import grace
-from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch, pipeline, rows, sgd
+from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch, pipeline, rows, sgd, unmeasured
 from tests.support.pools import on_ranks
 from tests.support.training import digest, refusal
 
@@ -207,8 +207,8 @@ def test_sums_over_rows_are_those_of_the_batch_in_evaluation(gather):
     model = Measured()
     x, y = torch.randn(16, 6), torch.randn(16, 4)
     loss = lambda outputs, target: F.mse_loss(outputs["out"], target)  # noqa: E731
-    options = {"optimizer": sgd, "microbatches": 2, "stages": 2, "profiles": False}
-    engine = grace.torch.Pipeline(copy.deepcopy(model), (x[:8], y[:8]), loss, **options).eval()
+    options = {"optimizer": sgd, "microbatches": 2, "stages": 2}
+    engine = unmeasured(copy.deepcopy(model), (x[:8], y[:8]), loss, **options).eval()
     own = slice(8 * engine.replica, 8 * engine.replica + 8)
     got = engine(x[own], y[own], gather=gather)
     whole = slice(None) if gather else own
@@ -268,7 +268,7 @@ def test_a_step_that_overflows_is_skipped_in_channels_last_too():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1))
     model = model.to(memory_format=torch.channels_last)
     scaler, x = torch.amp.GradScaler("cpu", init_scale=64.0), torch.ones(4, 3, 4, 4)
-    engine = grace.torch.Pipeline(model, x, loss_fn, optimizer=sgd, stages=2, microbatches=2, grad_scaler=scaler)
+    engine = unmeasured(model, x, loss_fn, optimizer=sgd, stages=2, microbatches=2, grad_scaler=scaler)
     before = engine.state_dict()
     engine.step(1e30 * x, torch.zeros(4, 1))
     assert digest(engine.state_dict()) == digest(before)
@@ -295,7 +295,7 @@ def frozen(stages, saved, scaled=True, make=None):
     model[0].requires_grad_(False)
     x, scaler = torch.ones(4, 4), torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
     replicas, cuts = 2 // stages, ["relu"] if stages == 2 else None
-    engine = grace.torch.Pipeline(
+    engine = unmeasured(
         model, x, loss_fn, optimizer=make or momentum, cuts=cuts, replicas=replicas, microbatches=2, grad_scaler=scaler
     )
     if saved is not None:

@@ -1,6 +1,7 @@
 """Errors that Grace raises on purpose. Messages name the fault, its location, and a remedy."""
 
 import contextlib
+import importlib.util
 import re
 from collections.abc import Iterator
 
@@ -102,3 +103,21 @@ def missing_extra(package: str, extra: str) -> MissingExtraError:
     torch is not installed; install it with: pip install "grace-compress[torch]"
     """
     return MissingExtraError(f'{package} is not installed; install it with: pip install "grace-compress[{extra}]"')
+
+
+def require(module: str, extra: str, package: str = "") -> None:
+    """Raise MissingExtraError unless a module is installed; ``package`` brings it, if that has another name."""
+    if not installed(module):
+        raise missing_extra(package or module, extra)
+
+
+def installed(module: str) -> bool:
+    """Return True if a module can be found, which is not imported.
+
+    >>> installed("numpy"), installed("no_such_module")
+    (True, False)
+    """
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # raised by finders that hide modules
+        return False

@@ -28,7 +28,8 @@ NEEDS_213 = ["all_gather", "fsdp", "fsdp_outer", "fully_shard_training", "reduce
 """Files of tests/in_torch about FSDP2, which needs torch 2.13, as pipelines do: older ones are tried without them."""
 WITHOUT_213 = [f"--ignore=tests/in_torch/test_{name}.py" for name in NEEDS_213]
 WITHOUT_213 += [f"--ignore={path}/pipeline" for path in ("grace", "tests", "tests/in_torch")]
-WITHOUT_213 += ["--ignore=tests/cli/test_pipeline.py", "--ignore=tests/bench/test_pipeline.py"]
+WITHOUT_213 += ["--ignore=tests/cli/test_pipeline.py", "--ignore=tests/bench/test_pipeline_cuts.py"]
+WITHOUT_213 += ["--ignore=tests/bench/test_scenarios.py", "--ignore=benchmarks/pipeline_cuts.py"]
 WITHOUT_213 += ["-k", "not sharded_models and not hooks_tell_as_optimizers_do"]
 WITHOUT_213 += ["--ignore=tests/kernels/test_triton_compiled.py"]  # it asks Triton what the assembler says
 COMPILED = "tests/in_torch/test_compiled.py::test_"

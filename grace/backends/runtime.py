@@ -1,7 +1,6 @@
 """The run that this process is part of: ``grace.init()``, ``rank()``, ``size()``, ``shutdown()``."""
 
 import atexit
-import importlib.util
 import os
 import sys
 from importlib.metadata import entry_points
@@ -13,7 +12,7 @@ from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
 from grace.core.registry import load_entry_point
 from grace.core.waits import set_timeout, timeout_for
-from grace.errors import ConfigError, MissingExtraError, missing_extra
+from grace.errors import ConfigError, MissingExtraError, installed, require
 
 GROUP = "grace.backends"
 """Entry point group of engines that other packages provide."""
@@ -220,7 +219,7 @@ def _detect() -> str:
     if launcher is None:
         launchers.check_complete()
         return "local"
-    return "horovod" if launcher.kind == "mpi" and _installed("horovod") else launcher.kind
+    return "horovod" if launcher.kind == "mpi" and installed("horovod") else launcher.kind
 
 
 def _join(name: str, framework: str | None, detected: bool) -> Backend:
@@ -262,16 +261,8 @@ def _from_entry_point(name: str) -> Backend:
     return engine
 
 
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a module of the parent's name hides the package
-        return False
-
-
 def _torch() -> Backend:
-    if not _installed("torch"):
-        raise missing_extra("torch", "torch")
+    require("torch", "torch")
     from grace.backends.torch_distributed import TorchBackend
 
     return TorchBackend.join()
@@ -287,11 +278,10 @@ def _framework(framework: str | None, guess: bool = True) -> str:
 
 
 def _horovod(framework: str | None) -> Backend:
-    installed = [name for name in FRAMEWORKS if _installed(name)]
-    chosen = _framework(framework) or next(iter([*installed, "torch"]))
-    if not _installed(chosen):
-        raise missing_extra(chosen, chosen)
-    if not _installed("horovod"):
+    found = filter(installed, FRAMEWORKS)
+    chosen = _framework(framework) or next(iter([*found, "torch"]))
+    require(chosen, chosen)
+    if not installed("horovod"):
         raise MissingExtraError(
             "this needs Horovod, whose released source does not build against today's frameworks as it is; "
             "`make horovod` in a checkout of Grace builds and installs it (or use grace.init('mpi') under mpirun)"
@@ -306,8 +296,7 @@ def _horovod(framework: str | None) -> Backend:
 
 
 def _mpi() -> Backend:
-    if not _installed("mpi4py"):
-        raise missing_extra("mpi4py", "mpi")
+    require("mpi4py", "mpi")
     from grace.backends.mpi import MPIBackend
 
     return MPIBackend()

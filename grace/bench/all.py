@@ -13,11 +13,12 @@ from grace.bench.common import options, results
 from grace.bench.common.options import option
 from grace.bench.common.results import Results
 from grace.bench.kernels import kernels_command
-from grace.bench.lifecycle import BenchmarkRun, need_report, write_report_of
+from grace.bench.lifecycle import BenchmarkRun, write_report_of
 from grace.bench.link.emulation import possible
 from grace.bench.step import step_command, step_settings
 from grace.bench.train import train_command
 from grace.core.quantities import parse_rate
+from grace.errors import require
 
 BANDWIDTHS, QUICK_BANDWIDTH = "10gbit,1gbit,100mbit", "1gbit"
 
@@ -89,7 +90,7 @@ def demo(
 def _run(name: str, introduction: str, settings: AllSettings, out: Path, quick: bool) -> None:
     """Run the parts, until one fails, and write their report."""
     began, console = time.monotonic(), Console(highlight=False)
-    need_report()
+    require("matplotlib", "bench")  # for the report at the end
     rates, note = _bandwidths(settings.bandwidths, quick)
     methods = settings.methods or list(step_settings.QUICK_METHODS if quick else step_settings.METHODS)
     steps = step_settings.StepSettings(

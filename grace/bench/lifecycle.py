@@ -1,7 +1,6 @@
 """Common life cycle of the commands of ``grace bench``: measure, save finished rows, show them, and report the end."""
 
 import errno
-import importlib.util
 import os
 import shlex
 import sys
@@ -14,7 +13,7 @@ from rich.console import Console
 from grace.bench.common.ending import Ending
 from grace.bench.common.results import Results, Settings
 from grace.bench.report.tables import SHOW
-from grace.errors import ConfigError, missing_extra
+from grace.errors import ConfigError, require
 
 
 class BenchmarkRun(Ending):
@@ -33,7 +32,7 @@ class BenchmarkRun(Ending):
         self.earlier = out is not None and (out / "results.json").exists()
         """True if the folder has results of an earlier run, which stay until this one has a row."""
         if out is not None:
-            need_report()
+            require("matplotlib", "bench")  # for the report at the end
             if self.earlier and not os.access(out, os.W_OK | os.X_OK):
                 raise ConfigError(f"cannot write to {out}: {os.strerror(errno.EACCES)}")
         self.save()  # a folder that cannot be written to fails before the measurements
@@ -70,9 +69,3 @@ def write_report_of(folder: Path, results: Sequence[Results]) -> Path | None:
     from grace.bench.report.page import write_report
 
     return write_report(folder / "report.html", results) if any(each.rows for each in results) else None
-
-
-def need_report() -> None:
-    """Raise an error before anything starts where the report could not be drawn at the end."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise missing_extra("matplotlib", "bench")

@@ -29,7 +29,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
-from grace.errors import ConfigError, GraceError, missing_extra
+from grace.errors import ConfigError, GraceError, installed, require
 from grace.planner.costs import CodecCost, Curve
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
@@ -97,8 +97,7 @@ def calibrate(given: Given) -> None:
     began = time.monotonic()
     with failing_together(backend, "calibration: begin", FAILED):
         choices = parse_choices(asked.methods, backend.size, asked.quick)
-        installed = filter(runtime._installed, FRAMEWORKS)
-        framework = asked.framework or backend.framework or next(installed)
+        framework = asked.framework or backend.framework or next(filter(installed, FRAMEWORKS))
         device, threads = _device_and_threads(framework)
         gradients = _gradients(framework, device, asked.model, asked.seed + backend.rank)
     names = backend.allgather_object(node_name())
@@ -157,8 +156,7 @@ def _device_and_threads(framework: str) -> tuple[str, int]:
     """
     if framework not in FRAMEWORKS:
         raise ConfigError(f"--framework is torch, tensorflow or numpy, not {framework!r}")
-    if not runtime._installed(framework):
-        raise missing_extra(framework, framework)
+    require(framework, framework)
     if framework != "torch":
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # others are of nested regions
         return "cpu", int(threads) if threads.isdecimal() else os.cpu_count() or 1

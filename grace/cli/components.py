@@ -20,7 +20,7 @@ from grace.core.component import Component
 from grace.core.composition import Composed
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
-from grace.core.registry import KINDS, aliases, known, legal_communicators, make, noun, unusable
+from grace.core.registry import KINDS, aliases, known, legal_communicators, make, noun, parameterless, unusable
 from grace.core.schema_words import hint
 from grace.errors import ConfigError
 from grace.strategy.builder import Builder
@@ -74,7 +74,8 @@ def _print_tables(kind: str, long: bool, console: Console) -> None:
     classes: Mapping[str, Any] = known(kind)
     if long and kind == "compressor":
         console.print(table(_compressors(), TRAITS, list(TRAITS)))
-        for cls in filter(_needs_parameters, classes.values()):
+        complete = parameterless(kind)
+        for cls in (cls for name, cls in classes.items() if name not in complete):
             console.print(f"{_summary(cls)} To be used as {signature(cls)}.", markup=False)
         return
     columns: Columns[tuple[str, str]] = {kind: lambda row: signature(classes[row[0]]) if long else row[0]}
@@ -91,8 +92,8 @@ def _print_tables(kind: str, long: bool, console: Console) -> None:
 
 
 def _default_communicator(name: str) -> str:
-    cls = known("compressor").get(name)
-    return "?" if cls is not None and _needs_parameters(cls) else make("compressor", name).traits.communicator
+    made = name in aliases("compressor") or name in parameterless("compressor")
+    return make("compressor", name).traits.communicator if made else "?"
 
 
 TRAITS: Columns[tuple[str, Compressor]] = {
@@ -221,7 +222,7 @@ SECTIONS: dict[str, Callable[[Any], Iterator[Section]]] = {
 
 def _compressors() -> list[tuple[str, Compressor]]:
     """Return the compressors that need no parameters, and their names."""
-    return [(name, make("compressor", name)) for name, cls in known("compressor").items() if not _needs_parameters(cls)]
+    return [(name, make("compressor", name)) for name in parameterless("compressor")]
 
 
 def _cost(communicator: type[Communicator]) -> str:
@@ -331,7 +332,3 @@ def _parameter(component: Component, key: str) -> str:
 
 def _format_bits(bits: float | None) -> str:
     return "varies" if bits is None else f"{bits:.4g}"
-
-
-def _needs_parameters(cls: type[Component]) -> bool:
-    return dataclasses.MISSING in cls.parameters().values()

@@ -16,7 +16,7 @@ from grace.cli.terminal import standard_output
 from grace.communicators.choice import build_communicator
 from grace.core.backend import LocalBackend
 from grace.core.context import Context
-from grace.core.registry import aliases, known, make
+from grace.core.registry import aliases, make, parameterless
 from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
 from grace.kernels.dispatch import arrays_by
@@ -52,7 +52,7 @@ def warmup(
     listener: Any = compiling.Listener(compiled.append)
     event.register("numba:compile", listener)
     try:
-        specs = methods or _every_spec()
+        specs = methods or [*parameterless("compressor"), *aliases("compressor")]
         for spec in specs:
             make("compressor", spec)  # a mistake is reported before anything is compiled
         for spec in track(specs, "compiling", console=console, disable=not console.is_terminal):
@@ -72,16 +72,6 @@ def warmup(
     if compiled:
         done = f"Compiled {len(compiled)} loops in {time.monotonic() - began:.0f} s"
     console.print(f"{done}; they are kept in {folder}.", soft_wrap=True)
-
-
-def _every_spec() -> list[str]:
-    """Return every method that can be made without parameters, by all its names."""
-    found = []
-    for name in [*known("compressor"), *aliases("compressor")]:
-        with contextlib.suppress(ConfigError):
-            make("compressor", name)
-            found.append(name)
-    return found
 
 
 def _run_steps(spec: str) -> None:

@@ -72,6 +72,15 @@ def known(kind: str) -> dict[str, type[Component]]:
     return dict(sorted({**_discover(kind)[0], **_registered[kind]}.items()))
 
 
+def parameterless(kind: str) -> list[str]:
+    """Return the components of a kind that are made by their names alone: all parameters have defaults.
+
+    >>> parameterless("memory")
+    ['dgc', 'efsignsgd', 'loco', 'none', 'residual']
+    """
+    return [name for name, cls in known(kind).items() if dataclasses.MISSING not in cls.parameters().values()]
+
+
 def find(kind: str, name: str) -> type[Component] | None:
     """Return the component of a name; None if it is not known.
 

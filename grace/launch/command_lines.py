@@ -1,7 +1,6 @@
 """Command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
 
 import dataclasses
-import importlib.util
 import os
 import re
 import secrets
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grace.core.registry import make
-from grace.errors import ConfigError
+from grace.errors import ConfigError, installed
 from grace.launch import preparing
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ class Command:
 
 def default_engine() -> str:
     """Return "horovod" where Horovod is installed, or else "torch" where torch is, or else "mpi"."""
-    packages = {"horovod": "horovod", "torch": "torch"}
-    return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "mpi")
+    return next(filter(installed, ("horovod", "torch")), "mpi")
 
 
 def command(

@@ -1,10 +1,12 @@
 """``python -m benchmarks.pipeline_cuts``: what it says of given numbers, and a small run of it."""
 
 import json
+import sys
 
 import pytest
 import torch
 
+from benchmarks import pipeline_cuts
 from benchmarks.pipeline_cuts import CHOSEN, judge, merged, verdict
 from benchmarks.pipeline_models import MODELS, cuttable
 from tests.support.command import benchmark
@@ -58,6 +60,13 @@ def net():
     layers = [torch.nn.Linear(16, 16) for _ in range(4)]
     return torch.nn.Sequential(*layers), x, torch.zeros(8, 16), torch.nn.functional.mse_loss
 """
+
+
+def test_stages_that_do_not_divide_the_ranks_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline_cuts", "-n", "4", "--stages", "3"])
+    with pytest.raises(SystemExit):
+        pipeline_cuts.main()
+    assert "error: --stages must divide the ranks, and 3 does not" in capsys.readouterr().err
 
 
 @pytest.mark.ranks

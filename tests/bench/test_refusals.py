@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import pipeline_cuts, planning_time, readme_figures
+from benchmarks import planning_time, readme_figures
 from tests.support.command import grace_command
 
 MINE = """
@@ -127,8 +127,6 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path, command, args, s
         (planning_time, ["--variables", "0"], "error: "),
         (planning_time, ["--ranks", "0"], "error: "),
         (planning_time, ["--bandwidth", "slow"], "error: "),
-        (pipeline_cuts, ["-n", "4", "--stages", "3"], "error: --stages must divide the ranks"),
-        (pipeline_cuts, ["--schedule", "zbv"], "choose from"),
         (readme_figures, ["--only", "nothing"], "error: "),
         (readme_figures, ["--smallest", "--folder", str(readme_figures.RESULTS)], "error: "),
     ],

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from grace.core.quantities import parse_quantity, parse_rate
-from grace.core.registry import aliases, known
+from grace.core.registry import aliases, parameterless
 from grace.errors import ConfigError
 
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")]
@@ -211,7 +211,6 @@ def every_method() -> list[str]:
     >>> every_method()[:4], every_method()[-1]
     (['none', 'adaptive', 'bf16', 'block'], 'topk | qsgd(levels=7, bucket_size=64)')
     """
-    names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
     short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]
-    rest = sorted({*names, *short} - {"cast", "none"})
+    rest = sorted({*parameterless("compressor"), *short} - {"cast", "none"})
     return ["none", *rest, *COMPOSITIONS]

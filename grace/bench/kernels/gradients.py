@@ -3,7 +3,6 @@
 Each is a matrix, because low-rank methods see matrices, and each rank has its own.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from grace.errors import ConfigError, missing_extra
+from grace.errors import ConfigError, require
 
 DEGREES = 3
 """Degrees of freedom of the heavy-tailed gradient: the fewest with a variance, so that its norm means something."""
@@ -56,8 +55,7 @@ def captured(shape: tuple[int, int], ranks: int = 1) -> list[torch.Tensor]:
     zeros where a unit is off for all samples, a rank of at most 64, and a part that all ranks share. They stand for one
     small task. A ConfigError says for how many ranks there are samples.
     """
-    if importlib.util.find_spec("sklearn") is None:
-        raise missing_extra("scikit-learn", "bench")
+    require("sklearn", "bench", "scikit-learn")
     from grace.bench.workloads.torch_tasks import Digits
 
     task = Digits()

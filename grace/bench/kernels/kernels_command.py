@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import statistics
 from pathlib import Path
@@ -16,7 +15,7 @@ from grace.bench.common.progress import ShowProgress, progress_bar
 from grace.bench.common.results import Row, Settings
 from grace.bench.common.settings_checks import check_at_least_1
 from grace.bench.lifecycle import BenchmarkRun
-from grace.errors import ConfigError, missing_extra
+from grace.errors import ConfigError, require
 
 METHODS = (
     "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1)", "topk", "randomk", "signsgd", "efsignsgd",
@@ -66,8 +65,7 @@ class KernelsSettings:
 
     def about(self) -> Settings:
         """Return the settings as they are recorded, defaults filled in, or raise if they make no benchmark."""
-        if importlib.util.find_spec("torch") is None:
-            raise missing_extra("torch", "torch")
+        require("torch", "torch")
 
         from grace.bench.common.clocks import check_device, device_facts
         from grace.bench.kernels.fidelity import communicator_of
@@ -88,8 +86,8 @@ class KernelsSettings:
         for kind in tensors:
             if kind not in KINDS:
                 raise ConfigError(f"unknown tensor {kind!r}; known: {', '.join(KINDS)}")
-        if "captured" in tensors and importlib.util.find_spec("sklearn") is None:
-            raise missing_extra("scikit-learn", "bench")
+        if "captured" in tensors:
+            require("sklearn", "bench", "scikit-learn")
         for name in methods:
             communicator_of(name, self.memory)
         check_device(self.device)

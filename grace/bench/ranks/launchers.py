@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grace.bench.common.ending import WorkerError
 from grace.bench.link.emulation import Link
-from grace.errors import ConfigError, MissingExtraError
+from grace.errors import ConfigError, MissingExtraError, installed
 from grace.launch.processes import end
 from grace.planner.links import cores
 
@@ -81,7 +81,7 @@ def has_horovod() -> bool:
 
 def mpirun() -> str | None:
     """Return the path of mpirun, if mpi4py is installed too; MPIs installed by pip are beside Python."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if not installed("mpi4py"):
         return None
     return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
 

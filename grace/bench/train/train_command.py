@@ -1,7 +1,6 @@
 """``grace bench train``: what compression does to the quality of a model, and how soon it gets there."""
 
 import dataclasses
-import importlib.util
 import itertools
 import math
 import statistics
@@ -26,15 +25,13 @@ from grace.bench.ranks.scenario import run_scenario
 from grace.bench.workloads.task import OPTIMIZERS, in_optimizer
 from grace.bench.workloads.tasks import facts, task_class
 from grace.core.registry import make
-from grace.errors import ConfigError, missing_extra
+from grace.errors import ConfigError, require
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
 MEANS = (
     "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
 )  # fmt: skip
 """Keys whose values are averaged over seeds."""
-PACKAGES = {"torch": ("torch", "torch"), "numba": ("numba", "torch"), "sklearn": ("scikit-learn", "bench")}
-"""Modules that the benchmark needs, and the package and the extra that bring each."""
 
 
 def learning_rates(texts: list[str]) -> dict[str, float]:
@@ -105,9 +102,9 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
-        for module, named in PACKAGES.items():
-            if importlib.util.find_spec(module) is None:
-                raise missing_extra(*named)
+        require("torch", "torch")
+        require("numba", "torch")
+        require("sklearn", "bench", "scikit-learn")
         self.facts = facts(self.task)
         self.optimizers = self.optimizers or [self.facts["optimizer"]]
         unique_lists(self, "methods", "seeds", "bandwidths", "optimizers")

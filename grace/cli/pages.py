@@ -1,4 +1,4 @@
-"""Plans of exchanges as HTML files: what the command prints, and figures."""
+"""Plans of exchanges and of pipelines as HTML files: what the commands print, and figures."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -7,9 +7,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from grace.bench.common.text import digits, short
-from grace.bench.report.figures import Figure, Panel, bars, height_of_bars, lines, looks_of
+from grace.bench.common.text import digits, of_bytes, short
+from grace.bench.report.figures import Figure, Look, Panel, bars, height_of_bars, lines, looks_of
 from grace.bench.report.page import recorded, section, write_page
+from grace.core.quantities import byte_unit
+from grace.pipeline.planning import pipeline_plan
+from grace.pipeline.planning.simulation import simulate
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
@@ -21,6 +24,11 @@ CHOSEN = "this plan"
 LANES = {"wire": 0, "compute": 1}
 """Heights of events; encoding and decoding interrupt computation."""
 COLORS = {"compute": "lightgrey", "wire": "C0"}
+NEAR = 4.0
+"""Multiple of the fullest rank's bytes up to which the limit is drawn: bars would vanish before a longer line."""
+
+MOST_NUMBERS = 120
+"""Actions up to which they are numbered by their micro-batches."""
 
 
 def write_plan(path: Path, plan: Plan, problem: Problem, show: Callable[[Console], None]) -> Path:
@@ -81,3 +89,49 @@ def _draw_gantt(step: Prediction, axes: Axes) -> None:
 def _scaling(predictions: Mapping[str, Line], x: str, now: float | None) -> Panel:
     series = {name: [(at, 1e3 * step.step) for at, step in line] for name, line in predictions.items()}
     return partial(lines, x=x, y="ms of a step", series=series, looks=looks_of(series), log="xy", along={":": now})
+
+
+def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console], None]) -> Path:
+    """Write a pipeline's plan: what is shown on a console, the schedule with its bubbles, and memory by rank."""
+    title = f"Pipeline of {len(plan.stages)} stages on {plan.world_size} ranks"
+    drawn = [
+        Figure(
+            "One step",
+            "What each stage of the pipeline computes, and the gradients' exchange. What is empty is bubble, "
+            f"{100 * plan.bubble:.1f} % of the schedule, or waits for what crosses.",
+            {plan.schedule: partial(_draw_schedule, plan)},
+        )
+    ]
+    if plan.memory:
+        unit, size = byte_unit(max(plan.memory))
+        near = plan.limit is not None and plan.limit <= NEAR * max(plan.memory)
+        caption = (
+            "Parameters, gradients, optimizer state, buffers, activations kept under the schedule, what is received "
+            "and sent, and Grace's memories and wires."
+        )
+        caption += "" if plan.limit is None else f" A device has {of_bytes(plan.limit)}."
+        caption += " The dashed line is there." if near else ""
+        ranks = {f"rank {rank}": [nbytes / size] for rank, nbytes in enumerate(plan.memory)}
+        limit = plan.limit / size if near and plan.limit is not None else None
+        panel = partial(bars, x=unit, rows=ranks, along={"--": limit})
+        drawn.append(Figure("Memory by rank", caption, {"": panel}, height_of_bars(ranks)))
+    return write_page(path, "Grace pipeline plan", [section(title, {}, recorded(show), drawn)])
+
+
+def _draw_schedule(plan: pipeline_plan.Plan, axes: Axes) -> None:
+    """Draw actions over the time of a step; replicas of stages have one row."""
+    played = simulate(plan.schedule, plan.stages, plan.microbatches)
+    groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
+    for event in played.events:
+        width = 1e3 * (event.end - event.start)
+        axes.barh(event.stage, width, left=1e3 * event.start, edgecolor="white", **looks[event.kind])
+        if len(played.events) <= MOST_NUMBERS:
+            axes.text(1e3 * event.start, event.stage, f" {event.microbatch}", va="center", clip_on=True)
+    for row, ranks in enumerate(groups):
+        exchange = sum(stage.exchange for stage in plan.stages if stage.ranks == ranks)
+        axes.barh(row, 1e3 * exchange, left=1e3 * played.done[row], color="C2", label="the gradients' exchange")
+    names = [f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" for ranks in groups]
+    axes.set_yticks(range(len(groups)), [short(name) for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")

@@ -197,9 +197,19 @@ def plan(
 
 
 @app.command()
-def show(plan: File) -> None:
+def show(
+    plan: File,
+    html: Annotated[Path | None, typer.Option("--html", help="HTML file to draw the plan in.")] = None,
+) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
-    print_plan(Plan.load(plan), standard_output())
+    check_outputs(html, sources=[plan])
+    found = Plan.load(plan)
+    print_plan(found, standard_output())
+    if html is not None:
+        from grace.cli.pages import write_pipeline
+
+        write_pipeline(html, found, lambda page: print_plan(found, page))
+        print(f"Wrote {html} ({html.stat().st_size / 1000:.0f} kB).")
 
 
 @app.command()

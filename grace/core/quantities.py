@@ -69,6 +69,11 @@ def parse_bytes(text: str) -> float:
     return parse_quantity(text.rstrip("Bb"), BYTES, "a size is a number with kB, MB, GB or TB, as 16GB")
 
 
+def byte_unit(nbytes: float) -> tuple[str, float]:
+    """Return the largest of :data:`BYTE_UNITS` that is not larger than some bytes, and its bytes."""
+    return next((item for item in BYTE_UNITS.items() if nbytes >= item[1]), ("B", 1.0))
+
+
 def show_bytes(nbytes: float, digits: int = 4) -> str:
     """Return bytes as text, to so many digits.
 
@@ -78,7 +83,7 @@ def show_bytes(nbytes: float, digits: int = 4) -> str:
     ('1 MB', '2 TB')
     """
     rounded = float(f"{nbytes:.{digits}g}")  # first: 999,600 bytes are 1 MB in three digits, not 1e+03 kB
-    unit, size = next((item for item in BYTE_UNITS.items() if rounded >= item[1]), ("B", 1.0))
+    unit, size = byte_unit(rounded)
     return f"{rounded / size:.{digits}g} {unit}"
 
 

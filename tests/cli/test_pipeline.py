@@ -2,15 +2,18 @@
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
+from grace.bench.common.text import of_bytes
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain
+from tests.support.bench_results import pictures
 from tests.support.command import grace_command
 
 pytestmark = pytest.mark.slow
@@ -88,10 +91,40 @@ def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
     assert planned("--strategy", f"auto(methods=['{sparse}'])")[1] == quick[1]
 
 
-def test_a_summary_has_units_of_its_own():
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_plan_is_drawn(tmp_path, schedule):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB")
+    run(tmp_path, "plan", *asked, "--schedule", schedule, "-o", "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert "Wrote plan.html" in run(tmp_path, "show", "plan.json", "--html", "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    drawings = [ElementTree.fromstring(svg) for svg in pictures(page)]
+    assert len(drawings) == 2
+    texts = [["".join(text.itertext()) for text in drawing.iter(SVG_TEXT)] for drawing in drawings]
+    assert sum(text.startswith("rank") for text in texts[0]) == len({stage.ranks for stage in plan.stages})
+    assert [text.split("  ")[0] for text in texts[1] if text.startswith("rank ")] == [f"rank {n}" for n in range(4)]
+    for stage in plan.stages[:-1]:
+        assert f"{of_bytes(stage.sent)}, {of_bytes(stage.returned)} back" in page
+    assert plan.summary in page
+    assert not re.search(r'(src|href)="(?!#|data:)', page), "it loads nothing"
+
+
+def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     graph = chain(4, parameters=1e4, nbytes=8.0, rows=8)
     made = search_plan(graph, 2, 8, Links(1e9), SearchOptions(stages=2, memory=16e9))
     assert made.summary.endswith("; the fullest rank has 70 kB of 16 GB")
+    made.save(tmp_path / "plan.json")
+    run(tmp_path, "show", "plan.json", "--html", "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    schedule, memory = (
+        ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter(SVG_TEXT)] for svg in pictures(page)
+    )
+    assert {"rank 0", "rank 1"} <= set(schedule)
+    assert "kB" in memory
+    assert "The dashed line" not in page  # beside it no bar would be seen
+    assert "A device has 16.0 GB" in page
 
 
 @pytest.mark.parametrize(
@@ -109,6 +142,8 @@ def test_a_summary_has_units_of_its_own():
         (["plan", "-n", "2", "--profile", "none.json"], "none.json: cannot be read: No such file"),
         (["plan", "-n", "2", "--profile", "none.json", "-o", "no/p.json"], "cannot write no/p.json: No such file"),
         (["graph", "--profile", "none.json", "-o", "no/g.json"], "cannot write no/g.json: No such file"),
+        (["show", "none.json", "--html", "no/p.html"], "cannot write no/p.html: No such file"),
+        (["show", "none.json", "--html", "./none.json"], "none.json is a file that is read"),
         (["plan", "-n", "2", "--profile", "none.json", "-o", "./none.json"], "none.json is a file that is read"),
         (["graph", "--profile", "none.json", "-o", "./none.json"], "none.json is a file that is read"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "s.yaml"], "s.yaml: cannot be read: No such file"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.hand_cuts import BY_HAND, cut_by_hand, with_blocks
 from grace.pipeline.planning.blocks import blocks
-from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.pipedream import read_graph
 from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Setting, Space
@@ -42,7 +42,7 @@ def table(
         "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for path, count, gbit in itertools.product(profiles, devices, gbits):
-        graph = Graph.load(path)
+        graph = read_graph(path)
         links, batch = Links(gbit * 1e9 / 8, LATENCY), graph.rows * count
         options = SearchOptions(compressor=compressor, memory=memory, memory_margin=0.0)
         space = space_of(graph, count, batch, links, options)

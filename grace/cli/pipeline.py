@@ -22,6 +22,7 @@ from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning.exchange_prediction import documented
 from grace.pipeline.planning.graph import Graph, GraphNode
+from grace.pipeline.planning.pipedream import read_graph
 from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
 from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
@@ -38,7 +39,7 @@ Profile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="File with the model's graph and times, which grace pipeline graph -o wrote.",
+        help="File with the model's graph and times: written by grace pipeline graph -o, or a profile of PipeDream.",
     ),
 ]
 Model = Annotated[
@@ -262,7 +263,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
     if profile is not None:
         if dry:
             raise ConfigError("--dry is for --model: a profile has its times")
-        return Graph.load(profile)
+        return read_graph(profile)
     assert model is not None
     result = call_model_function(model)
     if not isinstance(result, tuple) or len(result) != 2 or callable(result[1]):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.hand_cuts import BY_HAND, cut_by_hand, equal_time
 from grace.errors import ConfigError
-from grace.pipeline.planning.graph import Graph
+from grace.pipeline.planning.pipedream import read_graph
 from grace.pipeline.planning.predict import data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.planner.network import Links
@@ -40,7 +40,7 @@ def test_equal_time_is_the_shortest_longest_stage(stages):
 @pytest.mark.parametrize("name", sorted(BY_HAND))
 def test_cuts_by_hand_are_as_many_as_asked(name):
     for path in sorted(PROFILES.glob("*.json")):
-        graph = Graph.load(path)
+        graph = read_graph(path)
         for stages in (2, 4, 8):
             cuts = BY_HAND[name](graph, stages)
             assert len(cuts) == len(set(cuts)) == stages - 1
@@ -51,7 +51,7 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
 @pytest.mark.parametrize("gbit", [1, 10])
 def test_plans_are_never_slower_than_cuts_by_hand(gbit):
     """Stages have few nodes here; the table's test has another model's."""
-    graph = Graph.load(PROFILES / "vgg16.json")
+    graph = read_graph(PROFILES / "vgg16.json")
     options = SearchOptions(memory=16e9, memory_margin=0.0)
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)
     found = search(space, SearchOptions())
@@ -88,7 +88,7 @@ def test_too_many_stages_are_refused():
 
 
 def planned(name, gbit, **options):
-    graph = Graph.load(PROFILES / f"{name}.json")
+    graph = read_graph(PROFILES / f"{name}.json")
     return plan(graph, 8, graph.rows * 8, Links(gbit * 1e9 / 8, 20e-6), **options)
 
 

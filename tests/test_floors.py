@@ -58,15 +58,15 @@ def name(file: Path) -> str:
     return str(file.relative_to(ROOT / "grace"))
 
 
-def imported(tree: ast.AST, top_only: bool = False) -> list[tuple[int, str]]:
-    """Lines, and the modules that they import, inside functions too."""
-    found: list[tuple[int, str]] = []
-    for node in tree.body if top_only else ast.walk(tree):  # type: ignore[attr-defined]
+def imported(tree: ast.Module) -> list[tuple[int, str, bool]]:
+    """Return lines, the names that they import, inside functions too, and whether they stand at the top."""
+    found: list[tuple[int, str, bool]] = []
+    top = set(map(id, tree.body))
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(node.lineno, n if n in MODULES else node.module) for n in names]
+            found += [(node.lineno, f"{node.module}.{alias.name}", id(node) in top) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            found += [(node.lineno, alias.name, id(node) in top) for alias in node.names]
     return found
 
 
@@ -75,10 +75,19 @@ def parsed(file: Path) -> ast.Module:
 
 
 @functools.cache
+def imports_of(file: Path) -> list[tuple[int, str, bool]]:
+    return imported(parsed(file))
+
+
+@functools.cache
 def imports() -> list[tuple[str, int, str]]:
     """Return all imports of Grace's modules: the importer, the line, and the module."""
-    found = [(here, line, other) for here, file in MODULES.items() for line, other in imported(parsed(file))]
-    return [one for one in found if one[2].split(".")[0] == "grace"]
+    found = []
+    for here, file in MODULES.items():
+        for line, other, _ in imports_of(file):
+            if other.split(".")[0] == "grace":
+                found.append((here, line, other if other in MODULES else other.rpartition(".")[0]))
+    return found
 
 
 def room(module: str, depth: int) -> str:
@@ -116,15 +125,15 @@ def test_rooms_stand_at_the_root_and_nothing_else():
 def test_frameworks_are_imported_at_the_top_in_their_rooms_only():
     for file in FILES:
         if not name(file).startswith(THEIR_ROOMS) and name(file) not in THEIR_FILES:
-            for line, other in imported(parsed(file), top_only=True):
-                assert other.split(".")[0] not in FRAMEWORKS, f"{file}:{line}: {other} at the top"
+            for line, other, top in imports_of(file):
+                assert not top or other.split(".")[0] not in FRAMEWORKS, f"{file}:{line}: {other} at the top"
 
 
 def test_commands_and_benchmarks_alone_know_typer_and_rich():
     for file in FILES:
         if not name(file).startswith(("cli/", "bench/")):
             refused = {"typer"} if name(file) == "exchange/tracing/trace_tables.py" else {"typer", "rich"}
-            for line, other in imported(parsed(file)):
+            for line, other, _ in imports_of(file):
                 assert other.split(".")[0] not in refused, f"{file}:{line}: {other}"
 
 
@@ -139,15 +148,14 @@ def test_packages_hold_exports_only():
 
 
 def test_names_of_typing_are_those_of_the_oldest_python():
-    later = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "TypeVarTuple", "override"}
+    names = ("Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "TypeVarTuple", "override")
+    later = {f"typing.{name}" for name in names}
     for file in FILES:
-        for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.ImportFrom) and node.module == "typing":
-                names = later & {alias.name for alias in node.names}
-                assert not names, f"{file}:{node.lineno}: Python 3.10 has no {', '.join(names)}"
+        for line, other, _ in imports_of(file):
+            assert other not in later, f"{file}:{line}: Python 3.10 has no {other}"
 
 
 def test_the_floors_notice_what_runs_up_or_in_a_circle():
     tree = ast.parse("def f():\n    from grace.session import setup\n    import grace.errors")
-    assert imported(tree) == [(2, "grace.session.setup"), (3, "grace.errors")]
+    assert imported(tree) == [(2, "grace.session.setup", False), (3, "grace.errors", False)]
     assert FLOOR["session"] > FLOOR["exchange"] > FLOOR["kernels"] > FLOOR["errors"]

@@ -11,6 +11,7 @@ import grace
 from grace.core.registry import known, legal_communicators, make
 from tests.support.drawing import THOROUGH, drawn
 from tests.support.engine_pools import ENGINES, STARTED
+from tests.support.methods import EXCHANGES
 from tests.support.pairwise import pairwise
 from tests.support.pools import launched
 from tests.support.training import METHODS, Given, made_up
@@ -24,11 +25,6 @@ NEW = (
     *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
     *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
 )
-KINDS = [
-    *(("none", "allreduce"), ("bf16", "allreduce"), ("qsgd", "scatter_reduce"), ("topk(ratio=0.1)", "allgather")),
-    *(("signsgd", "broadcast"), ("powersgd(rank=2)", "allreduce"), ("threshold(value=0.5)", "allgather")),
-]
-"""One pair of each kind of exchange."""
 
 
 def train(compressor: str, communicator: str, steps: int = 4) -> dict[str, tuple[bool, np.ndarray]]:
@@ -58,7 +54,7 @@ CHOSEN = pairwise(
 )
 CASES = [(*run, (method, name)) for run, method, name in drawn([c for c in CHOSEN if c[0][0] in STARTED])]
 if THOROUGH:  # three ranks under Horovod wait long for each other on two cores; test_horovod_launchers.py has some
-    CASES += [("horovodrun-gloo", 3, pair) for pair in KINDS]
+    CASES += [("horovodrun-gloo", 3, pair) for pair in EXCHANGES]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import grace
 from grace.core.registry import legal_communicators, make
 from grace.tensorflow import representation
 from tests.support.drawing import THOROUGH, drawn
-from tests.support.methods import BUILTIN
+from tests.support.methods import BUILTIN, EXCHANGES
 from tests.support.pools import launched
 from tests.support.tensorflow_training import session_of, variables_of
 from tests.support.training import Given, distributed, made_up, plain_sgd
@@ -73,23 +73,18 @@ def all_with_tensorflow(ways):
     return {(pair, way): with_tensorflow(pair, way) for way, pairs in ways.items() for pair in pairs}
 
 
-KINDS = [
-    *(("none", "allreduce"), ("bf16", "allreduce"), ("qsgd", "scatter_reduce"), ("topk(ratio=0.1)", "allgather")),
-    *(("signsgd", "broadcast"), ("powersgd(rank=2)", "allreduce"), ("threshold(value=0.5)", "allgather")),
-]
-"""One pair of each kind of exchange."""
 LEGAL = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]
 RUNS = {
     ("mpirun-mpi", 2, "eager"): drawn(LEGAL),
-    ("mpirun-mpi", 2, "tensors"): KINDS[::2],
-    ("mpirun-mpi", 2, "graph"): KINDS[::3],
-    ("mpirun-mpi", 3, "eager"): KINDS[::2],
-    ("horovodrun-gloo", 2, "graph"): KINDS[1::2],
+    ("mpirun-mpi", 2, "tensors"): EXCHANGES[::2],
+    ("mpirun-mpi", 2, "graph"): EXCHANGES[::3],
+    ("mpirun-mpi", 3, "eager"): EXCHANGES[::2],
+    ("horovodrun-gloo", 2, "graph"): EXCHANGES[1::2],
 }
 if THOROUGH:  # to trace a graph takes longer than all steps, and a method computes in it as it does eagerly
     GRAPHS = [(engine, size, "graph") for engine in ("mpirun-mpi", "horovodrun-gloo") for size in (2, 3)]
     RUNS = {
-        **dict.fromkeys([*RUNS, ("mpirun-horovod", 2, "eager")], KINDS),
+        **dict.fromkeys([*RUNS, ("mpirun-horovod", 2, "eager")], EXCHANGES),
         **dict.fromkeys([*list(RUNS)[:1], *GRAPHS], LEGAL),
     }
 CASES = [(*run, pair) for run, pairs in RUNS.items() for pair in pairs]

@@ -46,6 +46,21 @@ def test_the_result_is_the_mean_or_the_sum(graph):
 
 @both_ways
 @on_both
+def test_means_are_plain_before_compression_begins(graph):
+    w = tf.Variable(tf.zeros([400]))
+    exchange = grace.tensorflow.GradientExchange("topk(ratio=0.1)", compress_after=3)
+    call = traced(lambda gradient: exchange.exchange([gradient], [w])[0].value, graph)
+    nonzeros = []
+    for step in range(5):
+        gradient = np.random.default_rng((step, grace.rank())).standard_normal(400).astype(np.float32)
+        nonzeros.append(int(np.count_nonzero(call(tf.constant(gradient)))))
+    assert nonzeros[:3] == [400] * 3
+    assert all(count <= 80 for count in nonzeros[3:])
+    exchange.close()
+
+
+@both_ways
+@on_both
 def test_gradients_are_accumulated_and_exchanged_once(graph):
     w = tf.Variable([0.0])
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3))

@@ -156,13 +156,25 @@ def test_nothing_is_tried_further_where_one_is_far_ahead(monkeypatch):
     assert run.driver.plan == {"chosen": "topk"}
 
 
-def test_all_turns_of_a_candidate_count(monkeypatch):
-    run = Run(monkeypatch, {**SECONDS, "topk": 0.029})
+BUSY = {"none": 0.03, "fp16": 0.05, "topk": 0.02, "qsgd": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "chosen"),
+    [
+        ({**SECONDS, "topk": 0.029}, {"topk": 0.033, "qsgd": 0.030}, "qsgd"),
+        (BUSY, {name: 3 * seconds for name, seconds in BUSY.items()}, "topk"),
+        ({**SECONDS, "none": 0.03, "fp16": 0.029}, {"fp16": 0.05, "topk": 0.05, "qsgd": 0.05}, "none"),
+    ],
+    ids=["another's first turn was disturbed", "all turns take longer", "nothing stays faster"],
+)
+def test_all_turns_count_beside_those_of_the_baseline_in_the_same_minutes(monkeypatch, first, later, chosen):
+    run = Run(monkeypatch, first)
     run.steps(UNTIL_TRYING + ROUND)
-    run.seconds.update(topk=0.033, qsgd=0.030)  # somebody else used the machine in the first turn of qsgd
-    run.steps(UNTIL_CHOSEN - UNTIL_TRYING - ROUND + 1)
-    assert run.driver.plan == {"chosen": "qsgd"}
-    assert run.used[-1] == "qsgd"
+    run.seconds.update(later)
+    run.steps(TRIALS - ROUND + 1)
+    assert run.used[-1] == chosen
+    assert run.driver.plan == {"chosen": chosen}
 
 
 def test_the_next_best_has_turns_where_the_best_gets_slower(monkeypatch):
@@ -172,23 +184,6 @@ def test_the_next_best_has_turns_where_the_best_gets_slower(monkeypatch):
     run.steps(UNTIL_CHOSEN - UNTIL_TRYING - ROUND + 1)
     assert set(turns(run.used)[-3:]) == {"qsgd", "fp16"}
     assert run.driver.plan == {"chosen": "qsgd"}
-
-
-def test_candidates_are_compared_with_the_baseline_of_the_same_minutes(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.03, "fp16": 0.05, "topk": 0.02, "qsgd": 0.05})
-    run.steps(UNTIL_TRYING + ROUND)
-    run.seconds = {name: 3 * seconds for name, seconds in run.seconds.items()}  # somebody else uses the machine
-    run.steps(TRIALS - ROUND + 1)
-    assert run.used[-1] == "topk"
-
-
-def test_back_to_plain_sums_if_nothing_stays_faster(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.03, "fp16": 0.029, "topk": 0.02, "qsgd": 0.025})
-    run.steps(UNTIL_TRYING + ROUND)
-    run.seconds = {**dict.fromkeys(METHODS, 0.05), "none": 0.03}
-    run.steps(TRIALS - ROUND + 1)
-    assert run.used[-1] == "none"
-    assert run.driver.plan == {"chosen": "none"}
 
 
 def test_uncompressed_sums_stay_where_turns_differ_by_more_than_what_is_gained(monkeypatch):

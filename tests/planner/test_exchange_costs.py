@@ -31,10 +31,9 @@ SHAPES = {"w": (60, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "s
 VARIABLES = [Variable(name, shape) for name, shape in SHAPES.items()]
 METHODS = [
     *(name for name in known("compressor") if name != "composed"),
-    *("bf16", "qsgd(levels=7)", "powersgd(rank=3)", "topk(ratio=0.1) | qsgd(levels=7)", "randomk(ratio=0.1) | fp16"),
+    *("qsgd(levels=7)", "powersgd(rank=3)", "topk(ratio=0.1) | qsgd(levels=7)", "randomk(ratio=0.1) | fp16"),
     *("threshold | natural", "dgc | efsignsgd", "topk(ratio=1.0)"),
 ]
-METHODS = [name for name in METHODS if name not in ("bf16",)]  # which NumPy has not
 LARGE = [v for v in VARIABLES if v.numel > 1]
 LINKS = Links(bandwidth=1e9, latency=1e-5)
 

@@ -17,6 +17,11 @@ SPECS = [
     "topk(ratio=0.1) | qsgd(levels=7)", "threshold(value=1) | efsignsgd",
 ]  # fmt: skip
 """Grace's methods, and settings of theirs by which they compute in another way."""
+EXCHANGES = [
+    *(("none", "allreduce"), ("bf16", "allreduce"), ("qsgd", "scatter_reduce"), ("topk(ratio=0.1)", "allgather")),
+    *(("signsgd", "broadcast"), ("powersgd(rank=2)", "allreduce"), ("threshold(value=0.5)", "allgather")),
+]
+"""A method and a communicator for each kind of exchange."""
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (64,), (1000,), (5, 3), (33, 17), (8, 3, 3, 3), (2, 1, 1), (1, 513)]
 
 

@@ -98,9 +98,6 @@ def pytest_xdist_make_scheduler(config, log):
 
         def remove_node(self, node):
             crashed = super().remove_node(node)
-            for room, tests in list(self.workqueue.items()):  # of a worker that crashed also those that it had run
-                if all(tests.values()):
-                    del self.workqueue[room]
             for other in self.nodes:
                 self._reschedule(other)
             return crashed

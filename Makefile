@@ -32,7 +32,10 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	@tools/programs.sh
 	@$(BIN)/grace warmup
-	$(BIN)/python -m pytest -n 2 --durations=10
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 -m "not alone" --durations=10 || status=$$?; \
+	$(BIN)/python -m pytest -m alone $$(grep -lr --include="test_*.py" "mark.alone" tests) || status=$$?; \
+	exit $$status
 
 # Tests of a room that do not lie in tests/ROOM, and those of other rooms that hold it.
 TESTS_core := tests/core tests/exchange tests/faults

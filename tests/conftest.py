@@ -42,41 +42,25 @@ def pytest_collection_finish(session):
     warm.collect_seldom()
 
 
-ALONE = "alone"
-"""Room of the tests that run when nothing else does."""
-
-
 @functools.cache
-def _rooms(file: str) -> tuple[str, set[str]]:
-    """Return the room of a file's tests, and the names of those that run alone.
-
-    Files that share pools of engines' ranks are run by one worker, one framework after the other.
-    """
+def _room(file: str) -> str:
+    """Files that share pools of engines' ranks are run by one worker, one framework after the other."""
     path = Path(__file__).parents[1] / file
-    text = path.read_text()
-    alone = set(re.findall(r"^@pytest\.mark\.alone\b(?:.*\n)+?def (\w+)", text, re.MULTILINE))
     if path.parent.name == "in_tensorflow":  # whose fixtures start them
-        return "ranks of TensorFlow", alone
-    shared = re.search(r"launched\(|on_ranks\(.*engine=|on_ranks\(.*\)\ndef .*\bengine\b", text)
-    return "ranks of engines" if shared and path.parent.name != "tests" else file, alone
-
-
-def _room(nodeid: str) -> str:
-    """Return the room of a test; the tests of a room are run by one worker."""
-    file, _, name = nodeid.partition("::")
-    room, alone = _rooms(file)
-    return ALONE if name.partition("[")[0] in alone else room
+        return "ranks of TensorFlow"
+    shared = re.search(r"launched\(|on_ranks\(.*engine=|on_ranks\(.*\)\ndef .*\bengine\b", path.read_text())
+    return "ranks of engines" if shared and path.parent.name != "tests" else file
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out cases that `make test` does not draw; begin with tests that share engines' ranks, which take
-    longest, and end with those that run alone."""
+    longest."""
     if not drawing.THOROUGH and not all("::" in arg for arg in config.args):  # of what is named all cases are run
         left = set(drawing.left_out(items))
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
-    rooms = {item: _room(item.nodeid) for item in items}
-    items.sort(key=lambda item: (rooms[item] == ALONE, not rooms[item].startswith("ranks of")))
+    rooms = {file: _room(file) for file in {item.nodeid.partition("::")[0] for item in items}}
+    items.sort(key=lambda item: not rooms[item.nodeid.partition("::")[0]].startswith("ranks of"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,21 +70,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class LoadRoomScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return _room(nodeid)
-
-        def _assign_work_unit(self, node):
-            """Leave what runs alone to the last worker, when the others have ended."""
-            others = [other for other in self.nodes if other is not node]
-            if next(iter(self.workqueue)) != ALONE or not others:
-                super()._assign_work_unit(node)
-            elif not all(other.shutting_down for other in others):
-                node.shutdown()
-
-        def remove_node(self, node):
-            crashed = super().remove_node(node)
-            for other in self.nodes:
-                self._reschedule(other)
-            return crashed
+            return _room(nodeid.partition("::")[0])
 
     config.option.loadscopereorder = False  # which would begin with the rooms of the most tests
     return LoadRoomScheduling(config, log)
@@ -115,7 +85,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 def pytest_runtest_teardown(item, nextitem):
     """Engines' ranks are stopped before tests that do not share them, which want the memory."""
-    if nextitem is not None and not _room(nextitem.nodeid).startswith("ranks of"):
+    if nextitem is not None and not _room(nextitem.nodeid.partition("::")[0]).startswith("ranks of"):
         stop_engines()
 
 

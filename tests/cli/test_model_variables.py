@@ -219,6 +219,40 @@ def test_torchs_embeddings_are_sparse_if_asked(monkeypatch, name, sparse):
     assert any(v.sparse for v in model_variables(model)) == sparse
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "options", "refused"),
+    [
+        ("SGD", {"momentum": 0.9}, None),
+        ("SGD", {"weight_decay": 0.1}, "add"),
+        ("Adagrad", {}, None),
+        ("Adagrad", {"weight_decay": 0.1}, "sparse"),
+        ("SparseAdam", {}, "dense"),
+        ("Adam", {}, "sparse"),
+        ("AdamW", {}, "sparse"),
+        ("RMSprop", {}, "sparse"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_torchs_optimizers_take_sparse_gradients_as_the_docstring_says(monkeypatch, optimizer, options, refused):
+    models = load("torch", monkeypatch)
+    import torch
+
+    model = models.ncf(users=20, items=20)
+    stepping = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01, **options)
+
+    def steps() -> None:
+        for seed in range(2):  # the second has rows that the first has not
+            stepping.zero_grad()
+            models.loss("ncf", model, models.batch("ncf", seed, 8, users=20, items=20)).backward()
+            stepping.step()
+
+    if refused is None:
+        steps()
+    else:
+        with pytest.raises(RuntimeError, match=refused):
+            steps()
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "variables"),

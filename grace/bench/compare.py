@@ -139,8 +139,8 @@ class Comparison:
         return ", ".join(forms.get(name, clean)(value) for name, value in zip(names, key[:-1], strict=True))
 
     @property
-    def words(self) -> dict[str, str]:
-        """Verdicts in words."""
+    def verdict_texts(self) -> dict[str, str]:
+        """Texts of the verdicts."""
         main, noise = MEASURES[self.kind][0], {"step": "the quartiles", "train": "the spread over seeds"}
         unknown = "that cannot be judged" + (" (one seed)" if self.kind == "train" else "")
         changed = {BETTER: "faster", WORSE: "slower"} if main.time else {BETTER: BETTER, WORSE: WORSE}
@@ -148,9 +148,9 @@ class Comparison:
 
     def __str__(self) -> str:
         verdicts = [changes[0].verdict for changes in self.rows.values()]
-        counts = {verdict: verdicts.count(verdict) for verdict in self.words}
+        counts = {verdict: verdicts.count(verdict) for verdict in self.verdict_texts}
         known = {verdict: count for verdict, count in counts.items() if count or verdict != UNKNOWN}
-        return ", ".join(f"{count} {self.words[verdict]}" for verdict, count in known.items())
+        return ", ".join(f"{count} {self.verdict_texts[verdict]}" for verdict, count in known.items())
 
 
 def compare_results(a: Results, b: Results) -> Comparison:
@@ -240,7 +240,7 @@ def _print_tables(found: Comparison, settings: Settings, console: Console) -> No
     main, *others = MEASURES[found.kind]
     task = settings if found.kind == "train" else {}
     factor, metric = scale(task), task.get("metric") or main.title
-    words = {**found.words, SAME: "", UNKNOWN: "?"}
+    words = {**found.verdict_texts, SAME: "", UNKNOWN: "?"}
     columns: Columns[tuple[Key, tuple[Change, ...]]] = {
         KINDS[found.kind][-1]: lambda row: str(row[0][-1]),
         f"{metric}\na": lambda row: digits(None if row[1][0].a is None else row[1][0].a * factor),

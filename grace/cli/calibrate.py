@@ -101,7 +101,7 @@ def calibrate(given: Given) -> None:
         device, threads = _device_and_threads(framework)
         gradients = _gradients(framework, device, asked.model, asked.seed + backend.rank)
     names = backend.allgather_object(node_name())
-    key = Key.of(backend, names, framework, threads)
+    key = Key.of_run(backend, names, framework, threads)
     with failing_together(backend, "calibration: find room for the file", FAILED):  # before minutes of measuring
         if backend.rank == 0:
             check_writable(asked.out)

@@ -40,7 +40,7 @@ class Key:
     python: str = platform.python_version()
 
     @classmethod
-    def of(cls, backend: Backend, nodes: Sequence[str], framework: str, threads: int) -> "Key":
+    def of_run(cls, backend: Backend, nodes: Sequence[str], framework: str, threads: int) -> "Key":
         """Return the key of a run on an engine, whose ranks are on these nodes."""
         version = public(str(getattr(sys.modules.get(framework), "__version__", "")))
         hosts = {name: list(nodes).count(name) for name in sorted(set(nodes))}

@@ -187,7 +187,7 @@ def read_calibration(path: Path, framework: str) -> Calibration:
         ConfigError: the calibration is another; the message names the file and the difference.
     """
     key = read(path).key
-    here = Key.of(LocalBackend(), ["here"], framework, key.threads)
+    here = Key.of_run(LocalBackend(), ["here"], framework, key.threads)
     expected = key.framework if framework == "numpy" else here.framework
     return read(path, replace(key, framework=expected, grace=here.grace, python=here.python))
 

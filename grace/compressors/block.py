@@ -98,9 +98,8 @@ class Block(Accumulating):
     def traits(self) -> Traits:  # type: ignore[override]
         """Biased, or unbiased; contracting if the blocks are short enough, as those of the nearest of "max" always."""
         if self.rounding == "nearest":
-            return (
-                self.nearest_traits if self.norm == "max" else replace(self.nearest_traits, contraction=self._left < 1)
-            )
+            contraction = self.norm == "max" or self._largest_error < 1
+            return replace(self.nearest_traits, contraction=contraction)
         # Error feedback diverges where the noise of rounding may exceed what is rounded.
         contraction = self._variance(self.block_size) < 1
         memory = "residual" if contraction else "none"
@@ -166,7 +165,7 @@ class Block(Accumulating):
         return block / (4 * self.levels**2)
 
     @property
-    def _left(self) -> float:
+    def _largest_error(self) -> float:
         """The most of ||x||^2 that "rms" leaves out: where one element has it all, the others become half a step."""
         step, n = GAUSSIAN_STEPS[self.levels], self.block_size
         cut = max(0.0, math.sqrt(n) - self.levels * step)

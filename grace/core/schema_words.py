@@ -184,10 +184,10 @@ def location(error: "ErrorDetails") -> list[str | int]:
     return [*error["loc"], *([] if key == "" else [key])]
 
 
-def place(location: Sequence[str | int]) -> str:
+def location_text(location: Sequence[str | int]) -> str:
     """Return keys and indices as text.
 
-    >>> place(["rules", 0, "match"])
+    >>> location_text(["rules", 0, "match"])
     'rules[0].match'
     """
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
@@ -219,7 +219,7 @@ def read_record(kind: type[T], document: object, where: str) -> T:
         return cast(T, form.validate_json(json.dumps([document], default=repr))[0])
     except ValidationError as error:
         first = error.errors()[0]
-        field = place(location(first)[1:])
+        field = location_text(location(first)[1:])
         joint = "" if not field or field.startswith("[") else ", "
         if first["type"] == "unexpected_keyword_argument":
             *path, key = first["loc"][1:]

@@ -241,7 +241,7 @@ def parse(
 
 def _format_location(location: Sequence[int | str]) -> str:
     # pydantic puts the tag of a union's member, which is no key of the file, behind a variable's name.
-    return schema_words.place([part for i, part in enumerate(location) if i != 2 or location[0] != "variables"])
+    return schema_words.location_text([part for i, part in enumerate(location) if i != 2 or location[0] != "variables"])
 
 
 def _to_strategy(read: Document, variables: Sequence[Variable] | None, cluster: Cluster | None) -> Strategy:

@@ -130,10 +130,10 @@ def test_what_is_not_there_is_refused(tmp_path):
 
 
 def test_the_key_is_that_of_the_run():
-    key = Key.of(SimulatedRanks(3), ["b", "a", "b"], "numpy", 2)
+    key = Key.of_run(SimulatedRanks(3), ["b", "a", "b"], "numpy", 2)
     assert (key.hosts, key.engine, key.ranks, key.threads) == ({"a": 1, "b": 2}, "simulated", 3, 2)
     assert key.framework.startswith("numpy 2") or key.framework.startswith("numpy 1")
-    assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2) == key
+    assert Key.of_run(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2) == key
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):

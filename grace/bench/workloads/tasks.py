@@ -34,7 +34,7 @@ def task_class(name: str, size: int | None = None) -> Callable[[], Task]:
 
         made: Callable[..., Task] = getattr(torch_tasks, TASKS[name])
     else:
-        made = partial(_own, name, load_function(name, "task", sorted(TASKS)))
+        made = partial(_checked_task, name, load_function(name, "task", sorted(TASKS)))
     if size is None:
         return made
     if not getattr(made, "sized", False):
@@ -42,7 +42,7 @@ def task_class(name: str, size: int | None = None) -> Callable[[], Task]:
     return partial(made, size)
 
 
-def _own(name: str, function: Callable[[], Any]) -> Task:
+def _checked_task(name: str, function: Callable[[], Any]) -> Task:
     task = function()
     if not isinstance(task, Task):
         raise ConfigError(f"{name}() must return a grace.bench.workloads.Task, not {type(task).__name__}")

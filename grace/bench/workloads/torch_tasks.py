@@ -47,7 +47,7 @@ class InTorch(Task):
 class _Labelled(InTorch):
     """Task of arrays: what a model is given, and what it shall answer; its loss is a cross-entropy."""
 
-    def keep(self, train_x: np.ndarray, train_y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> None:
+    def set_arrays(self, train_x: np.ndarray, train_y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> None:
         """Keep the arrays as tensors."""
         arrays = (train_x, train_y, test_x, test_y)
         self.train_x, self.train_y, self.test_x, self.test_y = (torch.tensor(array) for array in arrays)
@@ -102,7 +102,7 @@ class Digits(_Labelled):
         x, y = load_digits(return_X_y=True)
         parts = train_test_split((x / 16).astype("float32"), y, test_size=0.2, random_state=0, stratify=y)
         train_x, test_x, train_y, test_y = parts
-        self.keep(train_x, train_y, test_x, test_y)
+        self.set_arrays(train_x, train_y, test_x, test_y)
 
     def network(self, seed: int) -> nn.Module:
         """Return a multilayer perceptron with two hidden layers."""
@@ -171,7 +171,7 @@ class CharacterModel(_Labelled):
         number = {character: i for i, character in enumerate(self.characters)}
         codes = np.array([number[character] for character in text])
         train, test = windows(codes[: self.training], self.window), windows(codes[self.training :], self.window)
-        self.keep(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+        self.set_arrays(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
 
     def network(self, seed: int) -> nn.Module:
         """Return an embedding, one LSTM layer and a linear layer over the characters."""
@@ -254,7 +254,7 @@ class Recommender(_Labelled):
         logits = 2.25 / 2**0.5 * (of_users[users] * of_items[items]).sum(1) + bias[items]
         clicks = (random.random(count) < 1 / (1 + np.exp(-logits))).astype("float32")
         pairs = np.stack([users, items], 1)
-        self.keep(pairs[:SEEN], clicks[:SEEN], pairs[SEEN:], clicks[SEEN:])
+        self.set_arrays(pairs[:SEEN], clicks[:SEEN], pairs[SEEN:], clicks[SEEN:])
 
     def network(self, seed: int) -> nn.Module:
         with _seeded(seed):

@@ -117,11 +117,11 @@ class TensorFlowKernels(Kernels):
         return results
 
     def zeros(self, shape, dtype, like):
-        with _beside(like):
+        with _device_of(like):
             return tf.zeros(shape, dtype)
 
     def full(self, values, dtype, like):
-        with _beside(like):
+        with _device_of(like):
             if any(isinstance(value, tf.Tensor) for value in values):
                 return tf.cast(tf.stack([tf.cast(value, tf.float32) for value in values]), dtype)
             return tf.constant(np.array(values, tf.as_dtype(dtype).as_numpy_dtype))
@@ -156,7 +156,7 @@ class TensorFlowKernels(Kernels):
         return aligned_empty(n, np.uint8)
 
     def adopt(self, array, dtype, shape, like):
-        with _beside(like):
+        with _device_of(like):
             return self.from_bytes(as_tensor(array), dtype, shape)
 
     def take_rows(self, x, rows):
@@ -204,7 +204,7 @@ def _on_host(method: str) -> Callable[..., object]:
         # A kernel may return its argument itself, as pack() does for 8 bits.
         if found is arrays[0]:
             return tf.convert_to_tensor(args[0])
-        with _beside(next((arg for arg in args if _is_tensor(arg)), None)) as moves:
+        with _device_of(next((arg for arg in args if _is_tensor(arg)), None)) as moves:
             results = [
                 tf.identity(as_tensor(one)) if moves else as_tensor(one)
                 for one in (found if isinstance(found, tuple) else (found,))
@@ -259,7 +259,7 @@ def _array(arg: object) -> object:
 
 
 @contextlib.contextmanager
-def _beside(like: tf.Tensor | None) -> Iterator[bool]:
+def _device_of(like: tf.Tensor | None) -> Iterator[bool]:
     """Return a context that makes tensors on the device of another; its value is True if that is not the host."""
     device = "" if like is None else like.device
     # The host alone: there is no choice, and a context would cost time at every call.

@@ -245,18 +245,18 @@ class TorchKernels(Kernels):
         # the 8 codes of a group make `bits` bytes: spread them to single bits, then gather 8 by 8
         n = codes.numel()
         padded = torch.nn.functional.pad(codes, (0, -n % 8))
-        stream = (padded[:, None] >> self._places(codes)[:bits]) & 1
-        out = (stream.view(-1, 8) << self._places(codes)).sum(dim=1, dtype=torch.uint8)
+        stream = (padded[:, None] >> self._bit_positions(codes)[:bits]) & 1
+        out = (stream.view(-1, 8) << self._bit_positions(codes)).sum(dim=1, dtype=torch.uint8)
         return out[: (n * bits + 7) // 8]
 
     def unpack(self, packed, bits, n):
         check_packed(packed.numel(), bits, n)
         if bits == 8:
             return packed
-        stream = ((packed[:, None] >> self._places(packed)) & 1).view(-1)[: n * bits].view(n, bits)
-        return (stream << self._places(packed)[:bits]).sum(dim=1, dtype=torch.uint8)
+        stream = ((packed[:, None] >> self._bit_positions(packed)) & 1).view(-1)[: n * bits].view(n, bits)
+        return (stream << self._bit_positions(packed)[:bits]).sum(dim=1, dtype=torch.uint8)
 
-    def _places(self, like):
+    def _bit_positions(self, like):
         return torch.arange(8, dtype=torch.uint8, device=like.device)
 
     def pack_signs(self, x):

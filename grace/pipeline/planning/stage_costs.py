@@ -70,7 +70,7 @@ class _Sums(NamedTuple):
     by_rows: np.ndarray
 
     @classmethod
-    def of(cls, blocks: Iterable[Sequence[tuple[float, float]]]) -> "_Sums":
+    def of_blocks(cls, blocks: Iterable[Sequence[tuple[float, float]]]) -> "_Sums":
         """Return the sums, of the number of each node of each block and the part of it that does not depend on rows."""
         fixed, by_rows = [], []
         for own in blocks:
@@ -78,7 +78,7 @@ class _Sums(NamedTuple):
             by_rows.append(sum(number for number, _ in own) - fixed[-1])
         return cls(_sums(fixed), _sums(by_rows))
 
-    def at(self, scale: float) -> np.ndarray:
+    def for_rows(self, scale: float) -> np.ndarray:
         """Return the sums for so many times the profile's rows."""
         return self.fixed + self.by_rows * scale
 
@@ -122,9 +122,9 @@ class Space:
         self.update = update
         self.count = len(self.blocks)
         nodes = [[graph.nodes[graph.index[name]] for name in block.nodes] for block in self.blocks]
-        self._forward = _Sums.of([(n.forward, n.overhead) for n in own] for own in nodes)
-        self._backward = _Sums.of([(n.backward, n.overhead_back) for n in own] for own in nodes)
-        self._kept = _Sums.of([(n.kept, n.kept_fixed) for n in own] for own in nodes)
+        self._forward = _Sums.of_blocks([(n.forward, n.overhead) for n in own] for own in nodes)
+        self._backward = _Sums.of_blocks([(n.backward, n.overhead_back) for n in own] for own in nodes)
+        self._kept = _Sums.of_blocks([(n.kept, n.kept_fixed) for n in own] for own in nodes)
         self._working = [[_working_bytes(graph, node) for node in own] for own in nodes]
         self.names = [list(dict.fromkeys(name for node in own for name in node.parameters)) for own in nodes]
         """Names of the parameters of each block."""
@@ -199,7 +199,7 @@ class Space:
         scale = self.rows(microbatches, replicas) / self.graph.rows
         working = np.zeros((self.count + 1, self.count + 1))
         most = [max(rows * scale + own * (microbatches > 1) for rows, own in block) for block in self._working]
-        freed = self._kept.at(scale)  # backward of a block frees what later blocks kept
+        freed = self._kept.for_rows(scale)  # backward of a block frees what later blocks kept
         for i in range(self.count):
             working[i, i + 1 :] = np.maximum.accumulate(most[i:] + freed[i + 1 :]) - freed[i + 1 :]
         return working + (self.received * scale)[None, :]

@@ -33,7 +33,9 @@ from grace.exchange.delayed import Pending
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
+from grace.session.agreement import gather_or_raise
 from grace.session.sharding import Shard, make_buckets
+from grace.session.state_schema import checksum
 
 
 class Held(Component):
@@ -334,6 +336,8 @@ class OuterRounds:
             self.take_anchors()
         while self.at < self.runner.context.step:
             self.at += 1
+            if self.at == self._first_round:
+                self._share_anchors()
             for fragment in self.fragments:
                 # Applied before it is sent again: its delay is shorter than its period.
                 if fragment.arrives(self.at):
@@ -342,6 +346,22 @@ class OuterRounds:
                     self._send(fragment, later=fragment.outer.delay > 0)
                     if fragment.outer.delay == 0:
                         self._apply_outer_step(fragment, fragment.outer.merge)
+
+    @property
+    def _first_round(self) -> int:
+        """Iteration after which the first fragment is sent for the first time."""
+        return min(fragment.until_sent(1) + 1 for fragment in self.fragments)
+
+    def _share_anchors(self) -> None:
+        """Give all ranks rank 0's anchors, if those of ranks differ: a forward pass before the first update may change
+        parameters by this rank's data, as ``Embedding(max_norm=...)`` and initialization by the first batch do."""
+        backend, anchors = self.runner.backend, self.anchors.state
+        if len(set(gather_or_raise(backend, "a first outer round", checksum(dict(anchors))))) == 1:
+            return
+        values = backend.allgather_object(dict(anchors) if backend.rank == 0 else None)[0]
+        for shard in self.shards:
+            self._keep(shard, values[shard.variable.name])
+        anchors.commit()
 
     def flush(self) -> None:
         """Run a last round of all fragments, so that all ranks have the anchors for parameters. Every rank must call
@@ -355,6 +375,8 @@ class OuterRounds:
             return
         self.leave_anchors()
         self.take_anchors()
+        if self.at < self._first_round:
+            self._share_anchors()
         for fragment in self.fragments:
             if fragment.travels:
                 self._apply_outer_step(fragment, fragment.outer.merge)

@@ -995,3 +995,19 @@ def test_damaged_states_of_inner_optimizers_are_refused_and_change_nothing(local
         optimizer.load_state_dict({**before, "grace.inner": inner})
     assert optimizer.full_state_dict()["grace"]["step"] == before["grace"]["step"]
     optimizer.load_state_dict(before)
+
+
+@on_ranks(2)
+def test_ranks_share_anchors_where_the_first_forward_pass_changes_parameters():
+    for iterations in (4, 1):  # two rounds, and an end before the first round is due
+        torch.manual_seed(3)
+        model = torch.nn.Embedding(4, 6, max_norm=1.0)
+        assert (model.weight.norm(dim=1) > 1).all()  # looking rows up shortens them
+        opt = distributed(model, "none", outer="none", period=2)
+        for _ in range(iterations):
+            opt.zero_grad()
+            model(torch.tensor([grace.rank(), 2 + grace.rank()])).square().mean().backward()
+            opt.step()
+        opt.flush()
+        assert len(set(opt._grace.runner.backend.allgather_object(digest(weights(model))))) == 1, iterations
+        opt.close()

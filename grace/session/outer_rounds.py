@@ -13,6 +13,7 @@ all ranks: anchors, momenta and memories stay, and that rank starts anew from th
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import warnings
 import weakref
@@ -229,9 +230,10 @@ class OuterRounds:
         for fragment in self.fragments:
             self._collect(fragment)
             self._coming.state.update(fragment.coming or {})
-            if self.has_anchors and self._moved(fragment):
-                own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
-                self._local.state.update(own if self._own is None else {name: self._own[0][name] for name in own})
+            own = [(shard, self._own_values(shard)) for shard in fragment.shards if self.has_anchors]
+            # A program may have set parameters since the last round, as clipping of weights does after a step.
+            if self._moved(fragment) or not all(itertools.starmap(self._is_anchor, own)):
+                self._local.state.update({shard.variable.name: value for shard, value in own})
         shared = self.shared_buffers.state
         for name, own in (self.read_buffers() if self._own is None else self._own[1]).items():
             if self.has_anchors and not (name in shared and _equal(own, shared[name])):
@@ -405,10 +407,17 @@ class OuterRounds:
             )
 
     def _at_anchor(self, shard: Shard) -> bool:
-        """Return True if a shard has the values that its anchor has in the parameters' dtype, which may be narrower."""
-        x = self.read(shard)
+        """Return True if a shard has the values of its anchor."""
+        return self._is_anchor(shard, self.read(shard))
+
+    def _is_anchor(self, shard: Shard, x: Tensor) -> bool:
+        """Return True if x has the values that a shard's anchor has in the parameters' dtype, which may be narrower."""
         k = kernels_of(x)
         return _equal(x, k.cast(self._anchor(shard, x), k.dtype(x)))
+
+    def _own_values(self, shard: Shard) -> Tensor:
+        """Return this rank's parameters of a shard, also while it has the anchors for parameters."""
+        return self.read(shard) if self._own is None else self._own[0][shard.variable.name]
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""

@@ -698,6 +698,27 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
         assert resumed.ends() == run.ends(), stop
 
 
+@pytest.mark.parametrize("in_anchor", [False, True])
+@on_ranks(2)
+def test_parameters_that_a_program_sets_after_a_round_are_resumed(in_anchor):
+    def train_and_clip(run, steps):
+        for step in steps:
+            run.train(range(step, step + 1))
+            for p in run.model.parameters():
+                p.data.clamp_(-0.1, 0.1)
+
+    run = Run(RESUMED["averaged"])
+    train_and_clip(run, range(4))
+    with run.optimizer.anchor() if in_anchor else contextlib.nullcontext():
+        saved = copied({"optimizer": run.optimizer.state_dict(), "schedule": run.schedule.state_dict()})
+    resumed = Run(RESUMED["averaged"], seed=9)
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.schedule.load_state_dict(saved["schedule"])
+    for one in (run, resumed):
+        train_and_clip(one, range(4, 6))
+    assert resumed.ends() == run.ends()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks(2)
 def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):

@@ -96,7 +96,7 @@ class TorchHorovodBackend(HorovodBackend):
             return hvd.allgather_async(sent, **options)
         splits = None
         if operation.kind == "gather":
-            splits = torch.zeros(self.size, dtype=torch.int32)
+            splits = torch.zeros(self.size, dtype=torch.int32, device="cpu")
             splits[operation.root] = sent.numel()
         return hvd.alltoall_async(sent, splits, **options)
 
@@ -121,7 +121,7 @@ class TorchHorovodBackend(HorovodBackend):
         return other
 
     def tensor_of(self, array: np.ndarray) -> torch.Tensor:
-        return torch.tensor(array)
+        return torch.tensor(array, device="cpu")
 
 
 @functools.cache

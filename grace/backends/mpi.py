@@ -271,7 +271,8 @@ class _Staged:
                 warnings.warn("gradients go through host memory on their way to MPI and back", stacklevel=4)
             import torch
 
-            self.copy = torch.empty(self.tensor.shape, dtype=torch.uint8, pin_memory=True).copy_(self.tensor)
+            memory = torch.empty(self.tensor.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self.copy = memory.copy_(self.tensor)
         self.memory = np.asarray(self.tensor if self.copy is None else self.copy)
 
     def unstage(self) -> None:

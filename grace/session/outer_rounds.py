@@ -13,6 +13,7 @@ all ranks: anchors, momenta and memories stay, and that rank starts anew from th
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import warnings
 import weakref
@@ -33,7 +34,9 @@ from grace.exchange.delayed import Pending
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
+from grace.session.agreement import gather_or_raise
 from grace.session.sharding import Shard, make_buckets
+from grace.session.state_schema import checksum
 
 
 class Held(Component):
@@ -227,9 +230,10 @@ class OuterRounds:
         for fragment in self.fragments:
             self._collect(fragment)
             self._coming.state.update(fragment.coming or {})
-            if self.has_anchors and self._moved(fragment):
-                own = {shard.variable.name: self.read(shard) for shard in fragment.shards}
-                self._local.state.update(own if self._own is None else {name: self._own[0][name] for name in own})
+            own = [(shard, self._own_values(shard)) for shard in fragment.shards if self.has_anchors]
+            # A program may have set parameters since the last round, as clipping of weights does after a step.
+            if self._moved(fragment) or not all(itertools.starmap(self._is_anchor, own)):
+                self._local.state.update({shard.variable.name: value for shard, value in own})
         shared = self.shared_buffers.state
         for name, own in (self.read_buffers() if self._own is None else self._own[1]).items():
             if self.has_anchors and not (name in shared and _equal(own, shared[name])):
@@ -334,6 +338,8 @@ class OuterRounds:
             self.take_anchors()
         while self.at < self.runner.context.step:
             self.at += 1
+            if self.at == self._first_round:
+                self._share_anchors()
             for fragment in self.fragments:
                 # Applied before it is sent again: its delay is shorter than its period.
                 if fragment.arrives(self.at):
@@ -342,6 +348,22 @@ class OuterRounds:
                     self._send(fragment, later=fragment.outer.delay > 0)
                     if fragment.outer.delay == 0:
                         self._apply_outer_step(fragment, fragment.outer.merge)
+
+    @property
+    def _first_round(self) -> int:
+        """Iteration after which the first fragment is sent for the first time."""
+        return min(fragment.until_sent(1) + 1 for fragment in self.fragments)
+
+    def _share_anchors(self) -> None:
+        """Give all ranks rank 0's anchors, if those of ranks differ: a forward pass before the first update may change
+        parameters by this rank's data, as ``Embedding(max_norm=...)`` and initialization by the first batch do."""
+        backend, anchors = self.runner.backend, self.anchors.state
+        if len(set(gather_or_raise(backend, "a first outer round", checksum(dict(anchors))))) == 1:
+            return
+        values = backend.allgather_object(dict(anchors) if backend.rank == 0 else None)[0]
+        for shard in self.shards:
+            self._keep(shard, values[shard.variable.name])
+        anchors.commit()
 
     def flush(self) -> None:
         """Run a last round of all fragments, so that all ranks have the anchors for parameters. Every rank must call
@@ -355,6 +377,8 @@ class OuterRounds:
             return
         self.leave_anchors()
         self.take_anchors()
+        if self.at < self._first_round:
+            self._share_anchors()
         for fragment in self.fragments:
             if fragment.travels:
                 self._apply_outer_step(fragment, fragment.outer.merge)
@@ -383,10 +407,17 @@ class OuterRounds:
             )
 
     def _at_anchor(self, shard: Shard) -> bool:
-        """Return True if a shard has the values that its anchor has in the parameters' dtype, which may be narrower."""
-        x = self.read(shard)
+        """Return True if a shard has the values of its anchor."""
+        return self._is_anchor(shard, self.read(shard))
+
+    def _is_anchor(self, shard: Shard, x: Tensor) -> bool:
+        """Return True if x has the values that a shard's anchor has in the parameters' dtype, which may be narrower."""
         k = kernels_of(x)
         return _equal(x, k.cast(self._anchor(shard, x), k.dtype(x)))
+
+    def _own_values(self, shard: Shard) -> Tensor:
+        """Return this rank's parameters of a shard, also while it has the anchors for parameters."""
+        return self.read(shard) if self._own is None else self._own[0][shard.variable.name]
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""

@@ -13,6 +13,7 @@ import grace
 from tests.support.pools import launched, on_ranks
 from tests.support.training import (
     METHODS,
+    SPECS,
     Given,
     digest,
     distributed,
@@ -20,6 +21,7 @@ from tests.support.training import (
     loss_of,
     made_up,
     net,
+    plain_sgd,
     refusal,
     same,
     sgd,
@@ -533,3 +535,24 @@ def test_too_many_passes_are_refused_as_horovod_does(groups):
     optimizer.set_backward_passes_per_step(1)
     train(model, optimizer, range(2))
     return digest(weights(model))
+
+
+@on_ranks(2)
+def test_a_default_device_changes_nothing_for_a_model_on_another():
+    for spec in SPECS:
+        runs = []
+        for default in ("cpu", "meta"):
+            model = net()
+            with torch.device(default):
+                optimizer = distributed(model, spec, optimizer=plain_sgd)
+            for step in range(2):
+                loss = loss_of(model, step)
+                with torch.device(default):
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            with torch.device(default):
+                optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.close()
+            runs.append(weights(model))
+        assert same(*runs), spec

@@ -698,6 +698,27 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
         assert resumed.ends() == run.ends(), stop
 
 
+@pytest.mark.parametrize("in_anchor", [False, True])
+@on_ranks(2)
+def test_parameters_that_a_program_sets_after_a_round_are_resumed(in_anchor):
+    def train_and_clip(run, steps):
+        for step in steps:
+            run.train(range(step, step + 1))
+            for p in run.model.parameters():
+                p.data.clamp_(-0.1, 0.1)
+
+    run = Run(RESUMED["averaged"])
+    train_and_clip(run, range(4))
+    with run.optimizer.anchor() if in_anchor else contextlib.nullcontext():
+        saved = copied({"optimizer": run.optimizer.state_dict(), "schedule": run.schedule.state_dict()})
+    resumed = Run(RESUMED["averaged"], seed=9)
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.schedule.load_state_dict(saved["schedule"])
+    for one in (run, resumed):
+        train_and_clip(one, range(4, 6))
+    assert resumed.ends() == run.ends()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks(2)
 def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):
@@ -995,3 +1016,19 @@ def test_damaged_states_of_inner_optimizers_are_refused_and_change_nothing(local
         optimizer.load_state_dict({**before, "grace.inner": inner})
     assert optimizer.full_state_dict()["grace"]["step"] == before["grace"]["step"]
     optimizer.load_state_dict(before)
+
+
+@on_ranks(2)
+def test_ranks_share_anchors_where_the_first_forward_pass_changes_parameters():
+    for iterations in (4, 1):  # two rounds, and an end before the first round is due
+        torch.manual_seed(3)
+        model = torch.nn.Embedding(4, 6, max_norm=1.0)
+        assert (model.weight.norm(dim=1) > 1).all()  # looking rows up shortens them
+        opt = distributed(model, "none", outer="none", period=2)
+        for _ in range(iterations):
+            opt.zero_grad()
+            model(torch.tensor([grace.rank(), 2 + grace.rank()])).square().mean().backward()
+            opt.step()
+        opt.flush()
+        assert len(set(opt._grace.runner.backend.allgather_object(digest(weights(model))))) == 1, iterations
+        opt.close()

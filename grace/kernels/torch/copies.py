@@ -31,7 +31,7 @@ class StagedCopy:
     def __init__(self, size: int, dtype: np.dtype, device: torch.device):
         on_gpu = device.type == "cuda"
         like = torch.from_numpy(np.empty(0, dtype))
-        self.host = torch.empty(size, dtype=like.dtype, pin_memory=on_gpu)
+        self.host = torch.empty(size, dtype=like.dtype, device="cpu", pin_memory=on_gpu)
         self.array = self.host.numpy()
         self.tensor = torch.empty(size, dtype=like.dtype, device=device)
         """The numbers on the device."""
@@ -56,7 +56,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found = []
     for x in tensors:
         on_gpu = x.device.type == "cuda"
-        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True) if on_gpu else None
+        pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) if on_gpu else None
         found.append(x.cpu() if pinned is None else pinned.copy_(x, non_blocking=True))
     for device in {x.device for x in tensors if x.device.type == "cuda"}:
         event = torch.cuda.Event()

@@ -90,7 +90,7 @@ class TorchKernels(Kernels):
         if any(isinstance(value, torch.Tensor) for value in values):
             items = [v if isinstance(v, torch.Tensor) else torch.full((), v, device=like.device) for v in values]
             return torch.stack([item.float() for item in items]).to(DTYPES[dtype])
-        return to_device(torch.tensor(values, dtype=DTYPES[dtype]), like.device)
+        return to_device(torch.tensor(values, dtype=DTYPES[dtype], device="cpu"), like.device)
 
     def to_list(self, x):
         return x.tolist()

@@ -66,10 +66,10 @@ def optimizer_type_error(value: object) -> ConfigError:
         said = "None"
     elif isinstance(value, type):
         said, hint = f"the class {_name(value)}", f": make an object of it, {value.__name__}(...), and give that"
+    elif isinstance(value, str) or (isinstance(value, dict) and "class_name" in value):  # as model.compile takes them
+        said, hint = repr(value), f": if it is Keras's, give keras.optimizers.get({value!r})"
     elif isinstance(value, (list, tuple, dict)):
         said, hint = f"a {type(value).__name__} of {len(value)}", ": call it for each optimizer"
-    elif isinstance(value, str):
-        said = repr(value)
     elif _is_instance(value, "torch", "nn.Module"):
         said = f"the model ({type(value).__name__})"
         hint = ": grace.DistributedOptimizer(optimizer, model.named_parameters(), ...)"

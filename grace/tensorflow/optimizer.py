@@ -16,6 +16,7 @@ from grace.core.api_names import KERAS
 from grace.core.arguments import accept_grace_argument, check_keras_backend, optimizer_type_error
 from grace.core.backend import Backend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
+from grace.core.live_instances import live_instances
 from grace.core.outer import OuterArg
 from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError
@@ -32,7 +33,14 @@ from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import all_finite, patch_check_finite
-from grace.tensorflow.optimizer_state import FILE, GraceState, register_as, variables_to_broadcast, without_loss_scale
+from grace.tensorflow.optimizer_state import (
+    FILE,
+    GraceState,
+    distributed_in,
+    register_as,
+    variables_to_broadcast,
+    without_loss_scale,
+)
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.refusals import (
     check_momentum,
@@ -555,7 +563,22 @@ def DistributedOptimizer(
     inner.grace_state = GraceState(session)
     weakref.finalize(inner, session.close).atexit = False
     patch_check_finite()
+    if inner.built:
+        _retrace_models_of(inner)
     return optimizer
+
+
+def _retrace_models_of(optimizer: keras.optimizers.Optimizer) -> None:
+    """Let ``model.fit`` trace the models that were trained with this optimizer anew: what it traced before has no
+    exchange, and each rank would go on alone."""
+    for model in live_instances(keras.Model):
+        if getattr(model, "train_function", None) is None:
+            continue
+        own = [
+            value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
+        ]  # a GAN has two
+        if any(optimizer in distributed_in(value) for value in own):
+            model.make_train_function(force=True)
 
 
 @functools.cache

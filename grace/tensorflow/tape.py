@@ -19,7 +19,7 @@ from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import GraceState
 from grace.tensorflow.sharding import Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
-from grace.tensorflow.variables import AnyVariable, value_of
+from grace.tensorflow.variables import AnyVariable, is_overwritten, value_of
 
 
 class GradientExchange(StepSession):
@@ -147,6 +147,11 @@ class _Distributed(tf.GradientTape):
         for source in variables:
             if not isinstance(value_of(source) if hasattr(source, "value") else source, tf.Variable):
                 raise ConfigError(f"gradients are exchanged for variables; a source is {type(source).__name__}")
+            if is_overwritten(source):  # a compressed mean would become its value
+                raise ConfigError(
+                    f"{source.path!r} becomes what its gradient is, as float8's scales do, which a tape cannot "
+                    "exchange: use grace.DistributedOptimizer, which takes the largest of all ranks"
+                )
         if not variables:
             return gradients
         session = self._grace_session(variables)

@@ -13,12 +13,13 @@ from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.component import Component
+from grace.core.live_instances import live_instances
 from grace.core.variable import Variable, equal_bounds, unwrap_names
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
 from grace.session.hyperparameters import Numbers, double_momentum_error, momentum_owners, numeric_settings
 from grace.session.settings import check_integer
-from grace.torch.wrappers import check_not_sharded, live_instances
+from grace.torch.wrappers import check_not_sharded
 
 NamedParameters = torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None
 """Parameters as users give them: the model, or pairs of name and parameter; None to name them by the optimizer."""

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
+from grace.core.live_instances import live_instances
 from grace.core.variable import Variable, unwrap_names
 from grace.core.weak_calls import WeakCall
 from grace.errors import ConfigError, ExchangeError, PayloadError
@@ -56,7 +57,7 @@ from grace.torch.parameters import (
     scaler_enabled,
 )
 from grace.torch.step_hooks import ScalerHook
-from grace.torch.wrappers import check_unwrapped, live_instances
+from grace.torch.wrappers import check_unwrapped
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver

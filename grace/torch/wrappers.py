@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from grace.core.live_instances import live_instances
 from grace.errors import ConfigError
 
 WHOLE = (
@@ -101,19 +102,6 @@ class Silence:
         model = self.model()
         if model is not None:
             model.__class__ = self.kind
-
-
-def live_instances(kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return all instances of classes, and of their subclasses, that Python's garbage collector tracks.
-
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> layer in live_instances(torch.nn.Linear), layer in live_instances(torch.nn.Conv1d)
-    (True, False)
-    """
-    objects = gc.get_objects()
-    # Programs have a million objects of a few thousand types, so each type is looked at once.
-    found = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
-    return [thing for thing in objects if type(thing) in found] if found else []
 
 
 def unwrap_compiled(model: torch.nn.Module) -> Any:

@@ -41,7 +41,8 @@ class Averaging(torch.optim.Optimizer):
         (torch.optim.lr_scheduler.StepLR(SGD, 1), "give its optimizer (SGD)"),
         (Wrapper(SGD), "Wrapper: give its optimizer (SGD), before anything wraps it"),
         (Averaging(SGD), "Averaging: give its optimizer (SGD), before anything wraps it"),
-        ("sgd", "an optimizer of torch or Keras, not 'sgd'"),
+        ("sgd", "an optimizer of torch or Keras, not 'sgd': if it is Keras's, give keras.optimizers.get('sgd')"),
+        ({"class_name": "Adam", "config": {}}, "give keras.optimizers.get({'class_name': 'Adam', 'config': {}})"),
     ],
 )
 def test_what_is_no_optimizer_is_named(make, given, words):

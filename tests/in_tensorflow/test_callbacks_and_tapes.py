@@ -243,6 +243,17 @@ def test_a_tape_takes_no_sources_and_one_twice_as_tensorflows_does(graph):
     assert [mean.numpy().tolist() for mean in both] == [[2.0], [2.0]]
 
 
+def test_a_variable_that_gradients_overwrite_is_refused_by_a_tape():
+    grace.init("local")
+    scale = keras.Variable([2.0], name="scale")
+    scale.overwrite_with_gradient = True
+    with grace.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(scale.value)
+    with pytest.raises(grace.ConfigError, match=r"'scale' becomes what its gradient is.*grace\.DistributedOptimizer"):
+        tape.gradient(loss, [scale])
+    grace.shutdown()
+
+
 def test_a_jacobian_is_refused():
     """TensorFlow would run its exchanges side by side, which ends Horovod."""
     grace.init("local")

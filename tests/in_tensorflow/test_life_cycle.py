@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import grace
 from grace.tensorflow import Allgather
-from tests.support.tensorflow_training import both_ways, traced
+from tests.support.tensorflow_training import LOSS, both_ways, fit, network, traced
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local")]
 
@@ -73,3 +73,14 @@ def test_what_a_deleted_optimizer_used_serves_another_one():
         gc.collect()
         assert gone() is None
     assert w.numpy().tolist() == [1.0, -2.0]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+def test_a_model_that_was_trained_before_exchanges_from_then_on(scaled):
+    model = network()
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer, LOSS)
+    fit(model, range(1))
+    grace.DistributedOptimizer(model.optimizer, compressor="topk(ratio=0.1)")
+    fit(model, range(1))
+    assert optimizer.traffic.steps == 4

@@ -574,10 +574,9 @@ def _retrace_models_of(optimizer: keras.optimizers.Optimizer) -> None:
     for model in live_instances(keras.Model):
         if getattr(model, "train_function", None) is None:
             continue
-        own = [
-            value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
-        ]  # a GAN has two
-        if any(optimizer in distributed_in(value) for value in own):
+        # a GAN has two
+        optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+        if any(optimizer in distributed_in(value) for value in optimizers):
             model.make_train_function(force=True)
 
 

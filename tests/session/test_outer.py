@@ -603,6 +603,46 @@ def test_statistics_that_are_not_finite_on_one_rank_leave_the_mean_of_the_others
     return digest({name: b for name, b in model.named_buffers()})
 
 
+class Centred(torch.nn.Module):
+    """A model that assigns its statistics, as many implementations of codebooks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.linear(x - self.mean)
+
+
+@on_ranks(2)
+def test_buffers_that_a_module_assigns_are_averaged_too():
+    model = Centred()
+    optimizer = distributed(model, outer="none", period=2)
+
+    def run(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 1.0 + grace.rank())).square().sum().backward()
+            optimizer.step()
+
+    run(2)
+    torch.testing.assert_close(model.mean, torch.full((4,), 0.19 * 1.5))
+    shared = model.mean.clone()
+    run(1)
+    own = model.mean.clone()
+    with optimizer.anchor():
+        assert torch.equal(model.mean, shared)
+    assert torch.equal(model.mean, own)
+    if grace.rank() == 1:  # as for a longer sequence
+        model.mean = torch.zeros(5)
+    optimizer.flush()
+    assert model.mean.shape == ((5,) if grace.rank() == 1 else (4,))
+    if grace.rank() == 0:
+        assert torch.equal(model.mean, own)
+
+
 def with_statistics(steps=0):
     """A model with statistics and a mask of infinities, its optimizer with a round after each fourth iteration, and
     digests of its buffers, now and at the anchor."""

@@ -454,6 +454,24 @@ def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
     return shared
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@on_ranks(2)
+def test_a_state_that_is_loaded_at_the_anchor_stays(depth):
+    """A program may load the best state so far where it has evaluated."""
+    model, optimizer, buffers = with_statistics(6)
+    saved, own, wanted = copied(optimizer.state_dict()), digest(weights(model)), buffers()
+    train(model, optimizer, range(6, 7))
+    other, resumed, of_other = with_statistics()
+    for one, its in ((model, optimizer), (other, resumed)):
+        with contextlib.ExitStack() as stack:
+            for _ in range(depth):
+                stack.enter_context(its.anchor())
+            its.load_state_dict(saved)
+        assert digest(weights(one)) == own
+    assert buffers() == of_other() == wanted
+    train(model, optimizer, range(6, 7))  # is not refused as one at the anchor
+
+
 @on_ranks(2)
 def test_an_end_between_rounds_is_told_once_where_nobody_asked_for_the_anchors():
     """Rank 0 tells it when it ends its optimizer, or its run, after 6 iterations of periods of 4; not after a round."""

@@ -253,6 +253,7 @@ class OuterRounds:
     def restore(self) -> None:
         """Continue from the state that was loaded: parameters become those of this rank, or else the anchors."""
         self.at = self.runner.context.step
+        self._own = None
         self.has_anchors = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
@@ -288,6 +289,7 @@ class OuterRounds:
         outermost = self.has_anchors and self._own is None
         if outermost:
             self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}, buffers
+        own, held = self._own, self.has_anchors
         try:
             if outermost:
                 for shard in self.shards:
@@ -295,10 +297,12 @@ class OuterRounds:
                 self.write_buffers(self.shared_buffers.state)
             yield
         finally:
-            if outermost:
-                self.leave_anchors()
-            else:
-                self.write_buffers(buffers)
+            # A last round, or a state that was loaded meanwhile, has ended the context.
+            if self._own is own and self.has_anchors == held:
+                if outermost:
+                    self.leave_anchors()
+                else:
+                    self.write_buffers(buffers)
 
     def leave_anchors(self) -> None:
         """Return to this rank's own parameters and buffers, if it has the anchors for parameters."""

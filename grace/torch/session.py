@@ -146,8 +146,10 @@ class Session:
         self.group_number = {name: group_of[id(p)] for name, p in self.parameters.items()}
         """Number of the optimizer's parameter group by parameter name."""
         # 4. Outer rounds, and tables of buckets.
-        self.buffers = _float_buffers(parameters)
-        """Buffers of a module, which are averaged after outer rounds."""
+        self.buffer_places = _float_buffers(parameters)
+        """Buffers of a module, which are averaged after outer rounds: the module and name of each."""
+        self.first_buffers = {name: buffer.to("meta") for name, buffer in self._buffers_of_now()}
+        """Shapes and dtypes that they had when the optimizer was made distributed."""
         self.outer_rounds: OuterRounds | None = None
         """The outer rounds of parameters that ranks train alone; None if there are none."""
         self._connect_rounds()
@@ -299,6 +301,20 @@ class Session:
     def unbucketed(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
         """Return the names of parameters that share no bucket, unless the user puts them into one."""
         return ()
+
+    def _buffers_of_now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of a module that exist, with their names."""
+        for name, (module_ref, own_name) in self.buffer_places.items():
+            buffer = getattr(module_ref(), own_name, None)
+            if isinstance(buffer, torch.Tensor):
+                yield name, buffer
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of a module that have the shapes of the beginning. Read anew each time, as in DDP: modules may
+        assign other tensors, as ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`` does."""
+        first = self.first_buffers
+        return {name: buffer for name, buffer in self._buffers_of_now() if buffer.shape == first[name].shape}
 
     @property
     def in_progress(self) -> bool:
@@ -695,8 +711,9 @@ class Session:
 
     @torch.no_grad()
     def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, value in values.items():
-            self.buffers[name].copy_(value)
+        for name, buffer in self.buffers.items():
+            if name in values:
+                buffer.copy_(values[name])
 
     def _connect_rounds(self) -> None:
         """Let outer rounds read and write parameters."""
@@ -706,7 +723,7 @@ class Session:
         me = weakref.proxy(self)  # the runner must not keep the session alive
         rounds.read = partial(Session._parameters_of, me)
         rounds.write = partial(Session._set_parameters, me)
-        rounds.read_buffers = partial(dict, self.buffers)
+        rounds.read_buffers = partial(getattr, me, "buffers")
         rounds.write_buffers = partial(Session._set_buffers, me)
         rounds.clear_optimizer = partial(Session._clear_optimizer, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
@@ -719,13 +736,13 @@ class Session:
         elif not any(isinstance(hook, ScalerHook) for hook in self.hooks):
             # A rank whose scaler skips the step runs the rounds after the scaler's update.
             self.hooks.append(ScalerHook(self.grad_scaler, self.run_rounds))
-        if self.buffers and self.runner.backend.rank == 0:
+        if self.buffer_places and self.runner.backend.rank == 0:
             warnings.warn(
-                f"the buffers of the model ({next(iter(self.buffers))}, ...) differ by rank while ranks train alone: "
-                "their means over ranks replace them at each round",
+                f"the buffers of the model ({next(iter(self.buffer_places))}, ...) differ by rank while ranks train "
+                "alone: their means over ranks replace them at each round",
                 stacklevel=7,
             )
-        unknown = not self.buffers and next(unknown_buffers(self.parameters), None)
+        unknown = not self.buffer_places and next(unknown_buffers(self.parameters), None)
         if unknown and self.runner.backend.rank == 0:
             warnings.warn(
                 f"the buffers of the model ({unknown}, ...) may differ by rank while ranks train alone, and are not "
@@ -736,35 +753,35 @@ class Session:
     @torch.no_grad()
     def _average_buffers(self) -> None:
         """Replace each buffer by its mean over the ranks on which it is finite."""
-        if not self.buffers:
+        if not self.buffer_places:
             return
-        finite = [bool(buffer.isfinite().all()) for buffer in self.buffers.values()]
+        own = self.buffers
+        finite = [name in own and bool(own[name].isfinite().all()) for name in self.first_buffers]
         # Statistics that overflowed on one rank would spoil those of all ranks, and stay so.
-        pairs = zip(self.buffers.items(), finite, strict=True)
-        own = {name: buffer if sound else torch.zeros_like(buffer) for (name, buffer), sound in pairs}
-        device = next(iter(own.values())).device
-        own[FINITE] = torch.tensor(finite, dtype=torch.float32, device=device)
+        device = next(iter(self.parameters.values())).device
+        sent: dict[str, torch.Tensor] = {}
+        for (name, first), sound in zip(self.first_buffers.items(), finite, strict=True):
+            at = own[name].device if name in own else device
+            sent[name] = own[name].to(first.dtype) if sound else torch.zeros_like(first, device=at)
+        sent[FINITE] = torch.tensor(finite, dtype=torch.float32, device=next(iter(sent.values())).device)
         variables = [
             Variable(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device))
-            for name, t in own.items()
+            for name, t in sent.items()
         ]
         averaging = self.runner.averaging
         means: dict[str, torch.Tensor] = {}
         for bucket in make_buckets([Shard(variable, variable, averaging) for variable in variables]):
-            sent = [own[name] for name in bucket.names]
-            means.update(zip(bucket.names, self.runner.mean(bucket, sent), strict=True))
+            values = [sent[name] for name in bucket.names]
+            means.update(zip(bucket.names, self.runner.mean(bucket, values), strict=True))
         size = self.runner.backend.size
-        counts = (means[FINITE] * size).round().tolist()
-        for (name, buffer), count in zip(self.buffers.items(), counts, strict=True):
-            if count == size:
-                buffer.copy_(means[name])
-            elif count:  # a mask of infinities is not finite on any rank
-                buffer.copy_(means[name] * (size / count))
+        for name, count in zip(self.first_buffers, (means[FINITE] * size).round().tolist(), strict=True):
+            if name in own and count:  # a mask of infinities is not finite on any rank
+                own[name].copy_(means[name] if count == size else means[name] * (size / count))
         if self.shard_group is not None:
-            for buffer in self.buffers.values():
+            for buffer in own.values():
                 buffer.copy_(self.shard_group.sum(buffer, "the mean of buffers") / len(self.shard_group.ranks))
         shared = self.runner.outer_rounds.shared_buffers.state
-        shared.update({name: buffer.clone() for name, buffer in self.buffers.items()})
+        shared.update({name: buffer.clone() for name, buffer in own.items()})
         shared.commit()
 
     def before_update(self) -> None:
@@ -815,12 +832,17 @@ class Session:
         return outs
 
 
-def _float_buffers(parameters: NamedParameters) -> dict[str, torch.Tensor]:
-    """Return the floating-point buffers of a model, by name; none if the parameters were given without their model."""
-    named = parameters.named_buffers() if isinstance(parameters, torch.nn.Module) else ()
-    floats = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
-    names = unwrap_names([name for name, _ in floats])
-    return {name: buffer for name, (_, buffer) in zip(names, floats, strict=True)}
+def _float_buffers(parameters: NamedParameters) -> dict[str, tuple[weakref.ref[torch.nn.Module], str]]:
+    """Return the modules that have floating-point buffers, and the names there, by the model's name of the buffer; none
+    if the parameters were given without their model."""
+    if not isinstance(parameters, torch.nn.Module):
+        return {}
+    paths = [path for path, buffer in parameters.named_buffers() if buffer.is_floating_point()]
+    places = {}
+    for name, path in zip(unwrap_names(paths), paths, strict=True):
+        module, _, own_name = path.rpartition(".")
+        places[name] = weakref.ref(parameters.get_submodule(module)), own_name
+    return places
 
 
 def unknown_buffers(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -454,6 +454,24 @@ def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
     return shared
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@on_ranks(2)
+def test_a_state_that_is_loaded_at_the_anchor_stays(depth):
+    """A program may load the best state so far where it has evaluated."""
+    model, optimizer, buffers = with_statistics(6)
+    saved, own, wanted = copied(optimizer.state_dict()), digest(weights(model)), buffers()
+    train(model, optimizer, range(6, 7))
+    other, resumed, of_other = with_statistics()
+    for one, its in ((model, optimizer), (other, resumed)):
+        with contextlib.ExitStack() as stack:
+            for _ in range(depth):
+                stack.enter_context(its.anchor())
+            its.load_state_dict(saved)
+        assert digest(weights(one)) == own
+    assert buffers() == of_other() == wanted
+    train(model, optimizer, range(6, 7))  # is not refused as one at the anchor
+
+
 @on_ranks(2)
 def test_an_end_between_rounds_is_told_once_where_nobody_asked_for_the_anchors():
     """Rank 0 tells it when it ends its optimizer, or its run, after 6 iterations of periods of 4; not after a round."""
@@ -601,6 +619,46 @@ def test_statistics_that_are_not_finite_on_one_rank_leave_the_mean_of_the_others
     assert norm.running_mean.isfinite().all()
     assert model.mask.isneginf().all()
     return digest({name: b for name, b in model.named_buffers()})
+
+
+class Centred(torch.nn.Module):
+    """A model that assigns its statistics, as many implementations of codebooks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.linear(x - self.mean)
+
+
+@on_ranks(2)
+def test_buffers_that_a_module_assigns_are_averaged_too():
+    model = Centred()
+    optimizer = distributed(model, outer="none", period=2)
+
+    def run(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 1.0 + grace.rank())).square().sum().backward()
+            optimizer.step()
+
+    run(2)
+    torch.testing.assert_close(model.mean, torch.full((4,), 0.19 * 1.5))
+    shared = model.mean.clone()
+    run(1)
+    own = model.mean.clone()
+    with optimizer.anchor():
+        assert torch.equal(model.mean, shared)
+    assert torch.equal(model.mean, own)
+    if grace.rank() == 1:  # as for a longer sequence
+        model.mean = torch.zeros(5)
+    optimizer.flush()
+    assert model.mean.shape == ((5,) if grace.rank() == 1 else (4,))
+    if grace.rank() == 0:
+        assert torch.equal(model.mean, own)
 
 
 def with_statistics(steps=0):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
@@ -282,6 +283,29 @@ def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, whe
     finite = all(bool(value.isfinite().all()) for value in [*weights.values(), *(value for _, value in after)])
     answer = stayed, scaler.get_scale(), len(after) > 0, same_bits(weights), finite
     assert answer == ([False, True, False], 2.0, True, True, True)
+
+
+@on_ranks(4)
+def test_ranks_whose_parts_are_too_small_for_the_method_compare_overflows_too():
+    """Of the only layer rank 0 has two rows, a matrix for PowerSGD, and rank 1 a single one, which is sent as it is."""
+    net = fully_shard(torch.nn.Linear(5, 3), mesh=mesh_of()["shard"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    kept = []
+    with compressed(net, "powersgd(rank=1)", grad_scaler=scaler) as (state,):
+        assert state.runner.stateful == (dist.get_rank() % 2 == 0)
+        for step in range(3):
+            opt.zero_grad()
+            x = torch.full((2, 5), torch.inf if (step, dist.get_rank()) == (1, 1) else 1.0 + step)
+            scaler.scale(net(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            state.close_step()
+            kept.append(remembered(state))
+        assert state.state_dict()
+    same = [[torch.equal(a, b) for (_, a), (_, b) in zip(*pair, strict=True)] for pair in itertools.pairwise(kept)]
+    assert same == ([[True], [False]] if dist.get_rank() % 2 == 0 else [[], []])
+    assert same_bits(whole(net))
 
 
 class Twice(torch.nn.Module):

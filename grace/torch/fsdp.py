@@ -192,6 +192,7 @@ class FSDPState(DDPState):
     @torch.no_grad()
     def exchange_module(self, layout: ModuleLayout, flat: torch.Tensor) -> None:
         """Replace the reduced gradients of a module by their means over replicas. This is the work of the hook."""
+        layout.check_not_replaced()
         if self.passes.comes_again(layout.name):
             self._end_step()  # for a reduce-scatter of this module another step has begun already
         elif layout.name in self.passes.seen:

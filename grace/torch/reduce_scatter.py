@@ -416,8 +416,8 @@ def _sum_residuals(
 class CompressedReduceScatter:
     """The ``ReduceScatter`` that FSDP2 calls for one module. FSDP2's own class for it is private."""
 
-    def __init__(self, name: str, state: ReduceScatterState):
-        self.name = name
+    def __init__(self, layout: ModuleLayout, state: ReduceScatterState):
+        self.layout = layout
         self.grace_state = state  # fsdp_layout finds states by the name of this attribute
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -434,10 +434,11 @@ class CompressedReduceScatter:
     ) -> None:
         if op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ConfigError(
-                f"module {self.name!r}: a compressed reduce-scatter makes sums and means, and "
+                f"module {self.layout.name!r}: a compressed reduce-scatter makes sums and means, and "
                 f"set_gradient_divide_factor asks for {op}: divide the loss instead"
             )
-        self.grace_state.reduce(self.name, input_tensor, output_tensor, op == ReduceOp.AVG)
+        self.layout.check_not_replaced()
+        self.grace_state.reduce(self.layout.name, input_tensor, output_tensor, op == ReduceOp.AVG)
 
 
 def compress_reduce_scatter(
@@ -520,7 +521,7 @@ def compress_reduce_scatter(
     for layout in layouts:
         # buffers then have the same size on all ranks, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
-        layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))
+        layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout, state))
     return state
 
 

@@ -444,6 +444,22 @@ def test_parameters_that_are_frozen_or_thawed_too_late_are_named(trained_first):
                 assert "Parameters must be frozen, and thawed (requires_grad), before" in message
 
 
+@on_ranks(4)
+def test_parameters_that_are_replaced_too_late_are_named():
+    """An optimizer's step is known by its parameters."""
+    for choices in ({"replicas": "topk"}, {"shards": "block"}, {}):
+        net = built(mesh_of()["shard"])
+        weights = None if choices else grace.torch.compress_all_gather(net)
+        with compressed(net, **choices):
+            net.load_state_dict({name: p.detach().clone() for name, p in net.state_dict().items()}, assign=True)
+            message = refusal(lambda net=net: loss_of(net, 0).backward(), kind=grace.ExchangeError)
+            assert (
+                "was replaced after Grace compressed its exchange, as by load_state_dict(..., assign=True)" in message
+            )
+        if weights is not None:
+            weights.close()
+
+
 def divided(mesh):
     net = built(mesh["shard"])
     with compressed(net, shards="block"):

@@ -282,6 +282,8 @@ def register_fsdp_hook(
     def variables() -> list[Variable]:
         """List the variables to exchange: each parameter's part that this rank has."""
         refuse_second(layouts, replica_states, "the exchanges between replicas")
+        for layout in layouts:
+            layout.check_real("register_fsdp_hook")
         return [variable for layout in layouts for variable in layout.variables()]
 
     runner = build_hook_runner(

@@ -61,6 +61,19 @@ class ModuleLayout:
                     "assign=True): load first and call Grace's function then, or load without assign=True"
                 )
 
+    def check_real(self, what: str) -> None:
+        """Refuse trained parameters that are not floating-point numbers.
+
+        Raises:
+            ConfigError: there is one; the message names it.
+        """
+        for name, p in zip(self.names, self.sharded_params, strict=True):
+            if p.requires_grad and not p.is_floating_point():
+                raise ConfigError(
+                    f"parameter {name!r} is {p.dtype}; {what} exchanges float16, bfloat16, float32 and float64. "
+                    "fully_shard without it takes complex ones"
+                )
+
     def pieces(self, flat: torch.Tensor) -> list[Piece]:
         """Return the pieces of the module's trained parameters in a reduced buffer.
 

@@ -502,6 +502,8 @@ def compress_reduce_scatter(
         """Check the arguments and list the variables to exchange: of each module's gradient the part of each rank."""
         check_integer("compress_after", compress_after, low=0)
         refuse_second(layouts, reduce_scatter_states, "the reduce-scatters")
+        for layout in layouts:
+            layout.check_real("compress_reduce_scatter")
         return [
             Variable(
                 f"{layout.name}/to_{rank}", (_shard_numel(layout),), device=str(layout.params[0].sharded_param.device)

@@ -460,6 +460,23 @@ def test_parameters_that_are_replaced_too_late_are_named():
             weights.close()
 
 
+@on_ranks(4)
+def test_complex_parameters_are_refused_by_name_where_gradients_are_compressed():
+    net = torch.nn.Module()
+    net.w = torch.nn.Parameter(torch.ones(6, 3, dtype=torch.complex64))
+    net.forward = lambda x: (x.to(torch.complex64) @ net.w).abs().sum()
+    fully_shard(net, mesh=mesh_of()["shard"])
+    for call, given in (
+        (grace.torch.register_fsdp_hook, [mesh_of()["replicate"]]),
+        (grace.torch.compress_reduce_scatter, []),
+    ):
+        assert "parameter 'w' is torch.complex64" in refusal(call, net, *given)
+    weights = grace.torch.compress_all_gather(net)  # leaves them to torch's
+    net(torch.ones(2, 6)).backward()
+    weights.close()
+    assert weights.sent_bytes == 0
+
+
 def divided(mesh):
     net = built(mesh["shard"])
     with compressed(net, shards="block"):

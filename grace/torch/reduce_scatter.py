@@ -87,7 +87,7 @@ class ReduceScatterState(ShardGroupState):
         self.numels = {layout.name: _shard_numel(layout) for layout in layouts}
         """Number of elements of each module's gradient that a rank keeps."""
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
-        self.uses = GradientUses(params, None, "compress_reduce_scatter")
+        self.uses = GradientUses(params, None, "")
         self.unhook = subscribe_to_steps(self, params.values())
         self.former_comms = [fsdp_param_groups(layout.module)[0]._reduce_scatter_comm for layout in layouts]
 

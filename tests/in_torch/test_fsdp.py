@@ -287,7 +287,7 @@ def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, whe
 
 @on_ranks(4)
 def test_ranks_whose_parts_are_too_small_for_the_method_compare_overflows_too():
-    """Of the only layer rank 0 has two rows, a matrix for PowerSGD, and rank 1 a single one, which is sent as it is."""
+    """Rank 0 has two rows of the only layer, a matrix for PowerSGD. Rank 1 has one row, which is sent as it is."""
     net = fully_shard(torch.nn.Linear(5, 3), mesh=mesh_of()["shard"])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -257,6 +257,7 @@ class CompressedAllGather:
     ) -> dist.Work | None:
         if not self.grace_state.compresses(self.layout, input_tensor, group):
             return self.former(output_tensor, input_tensor, group, async_op)
+        self.layout.check_not_replaced()
         self.grace_state.gather(
             self.layout, input_tensor, output_tensor, lambda: self.former(output_tensor, input_tensor, group)
         )

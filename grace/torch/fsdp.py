@@ -62,6 +62,9 @@ class FSDPState(DDPState):
         self.layouts = shard_group.layouts
         self.shard_group = shard_group
         shard_group.connect()
+        self.stateful = shard_group.any(runner.stateful_communicators, "the registration of FSDP's hook")
+        """True if a rank of the shard group keeps state between steps. A rank whose parts are too small for the method
+        keeps none itself, and takes part in the group's comparisons all the same."""
         self.passes = ModulePasses()
         self.any_overflow: bool | None = None
         """True if a rank of the shard group overflowed in this step; None until the ranks have compared."""
@@ -79,7 +82,7 @@ class FSDPState(DDPState):
     @property
     def in_progress(self) -> bool:
         """True if the gradients of a step were exchanged, and no optimizer has used them yet."""
-        waiting = self.open and self.runner.stateful and self.uses.unused
+        waiting = self.open and self._exchange_has_state() and self.uses.unused
         return self.runner.in_progress or (waiting and not self._overflowed())
 
     def _count_updates(self) -> None:
@@ -101,9 +104,13 @@ class FSDPState(DDPState):
 
     def _has_state(self) -> bool:
         """Return True if the exchange or a compressed reduce-scatter keeps state between steps."""
-        return self.runner.stateful or any(
+        return self._exchange_has_state() or any(
             [state.communicator.stateful for state in reduce_scatter_states(self.layouts)]
         )
+
+    def _exchange_has_state(self) -> bool:
+        """Return True if the exchange keeps state between steps on a rank of the shard group."""
+        return self.stateful or self.runner.carries_over
 
     def close_step(self) -> None:
         """Commit the last step, or drop it if a rank of the shard group overflowed. All ranks of the group must call
@@ -185,6 +192,7 @@ class FSDPState(DDPState):
     @torch.no_grad()
     def exchange_module(self, layout: ModuleLayout, flat: torch.Tensor) -> None:
         """Replace the reduced gradients of a module by their means over replicas. This is the work of the hook."""
+        layout.check_not_replaced()
         if self.passes.comes_again(layout.name):
             self._end_step()  # for a reduce-scatter of this module another step has begun already
         elif layout.name in self.passes.seen:
@@ -274,6 +282,8 @@ def register_fsdp_hook(
     def variables() -> list[Variable]:
         """List the variables to exchange: each parameter's part that this rank has."""
         refuse_second(layouts, replica_states, "the exchanges between replicas")
+        for layout in layouts:
+            layout.check_real("register_fsdp_hook")
         return [variable for layout in layouts for variable in layout.variables()]
 
     runner = build_hook_runner(

@@ -41,11 +41,38 @@ class ModuleLayout:
         self.module = module
         groups = fsdp_param_groups(module)
         self.params = [param for group in groups for param in group.fsdp_params]
-        self.names = [names[param.sharded_param] for param in self.params]
+        self.sharded_params = [param.sharded_param for param in self.params]
+        self.names = [names[p] for p in self.sharded_params]
         self.mesh: Any = groups[0].mesh_info.mesh if groups else None
         policy = [group.mp_policy for group in groups]
         self.reduce_dtype = policy[0].reduce_dtype or policy[0].param_dtype if policy else None
         """Dtype of reduced gradients, and so of uncompressed wires; None for that of the parameters."""
+
+    def check_not_replaced(self) -> None:
+        """Refuse trained parameters that are other objects than those that Grace looks for in optimizers.
+
+        Raises:
+            ExchangeError: a parameter was replaced; the message names it.
+        """
+        for name, param, known in zip(self.names, self.params, self.sharded_params, strict=True):
+            if known.requires_grad and param.sharded_param is not known:
+                raise ExchangeError(
+                    f"parameter {name!r} was replaced after Grace compressed its exchange, as by load_state_dict(..., "
+                    "assign=True): load first and call Grace's function then, or load without assign=True"
+                )
+
+    def check_real(self, what: str) -> None:
+        """Refuse trained parameters that are not floating-point numbers.
+
+        Raises:
+            ConfigError: there is one; the message names it.
+        """
+        for name, p in zip(self.names, self.sharded_params, strict=True):
+            if p.requires_grad and not p.is_floating_point():
+                raise ConfigError(
+                    f"parameter {name!r} is {p.dtype}; {what} exchanges float16, bfloat16, float32 and float64. "
+                    "fully_shard without it takes complex ones"
+                )
 
     def pieces(self, flat: torch.Tensor) -> list[Piece]:
         """Return the pieces of the module's trained parameters in a reduced buffer.

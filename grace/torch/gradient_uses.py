@@ -17,9 +17,11 @@ from grace.torch.step_hooks import is_stepping
 
 UNKNOWN = (
     "gradients were cleared, and Grace saw no optimizer that used them, nor that the parameters changed: what a memory "
-    "keeps of them will be applied later. If they were thrown away (a GAN's, or a batch that was left out), give "
-    "{call}(..., optimizer=optimizer), so that Grace knows whose step() to wait for; if you update the parameters "
-    "yourself, by parameter.data, all is well"
+    "keeps of them will be applied later. {advice}If you update the parameters yourself, by parameter.data, all is well"
+)
+ADVICE = (
+    "If they were thrown away (a GAN's, or a batch that was left out), give {call}(..., optimizer=optimizer), so that "
+    "Grace knows whose step() to wait for. "
 )
 
 
@@ -33,7 +35,7 @@ class GradientUses:
     Args:
         parameters: the parameters, by name.
         optimizer: their optimizer; None if it is not known.
-        call: name of the function to which the optimizer may be given, for messages.
+        call: name of the function to which the optimizer may be given, for messages; empty if there is none.
     """
 
     def __init__(
@@ -166,7 +168,8 @@ class GradientUses:
             return discarded
         if not self.warned:
             self.warned = True
-            warnings.warn(UNKNOWN.format(call=self.call), stacklevel=2)
+            advice = ADVICE.format(call=self.call) if self.call else ""
+            warnings.warn(UNKNOWN.format(advice=advice), stacklevel=2)
         return set()
 
 

@@ -87,7 +87,7 @@ class ReduceScatterState(ShardGroupState):
         self.numels = {layout.name: _shard_numel(layout) for layout in layouts}
         """Number of elements of each module's gradient that a rank keeps."""
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
-        self.uses = GradientUses(params, None, "compress_reduce_scatter")
+        self.uses = GradientUses(params, None, "")
         self.unhook = subscribe_to_steps(self, params.values())
         self.former_comms = [fsdp_param_groups(layout.module)[0]._reduce_scatter_comm for layout in layouts]
 
@@ -416,8 +416,8 @@ def _sum_residuals(
 class CompressedReduceScatter:
     """The ``ReduceScatter`` that FSDP2 calls for one module. FSDP2's own class for it is private."""
 
-    def __init__(self, name: str, state: ReduceScatterState):
-        self.name = name
+    def __init__(self, layout: ModuleLayout, state: ReduceScatterState):
+        self.layout = layout
         self.grace_state = state  # fsdp_layout finds states by the name of this attribute
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -434,10 +434,11 @@ class CompressedReduceScatter:
     ) -> None:
         if op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ConfigError(
-                f"module {self.name!r}: a compressed reduce-scatter makes sums and means, and "
+                f"module {self.layout.name!r}: a compressed reduce-scatter makes sums and means, and "
                 f"set_gradient_divide_factor asks for {op}: divide the loss instead"
             )
-        self.grace_state.reduce(self.name, input_tensor, output_tensor, op == ReduceOp.AVG)
+        self.layout.check_not_replaced()
+        self.grace_state.reduce(self.layout.name, input_tensor, output_tensor, op == ReduceOp.AVG)
 
 
 def compress_reduce_scatter(
@@ -501,6 +502,8 @@ def compress_reduce_scatter(
         """Check the arguments and list the variables to exchange: of each module's gradient the part of each rank."""
         check_integer("compress_after", compress_after, low=0)
         refuse_second(layouts, reduce_scatter_states, "the reduce-scatters")
+        for layout in layouts:
+            layout.check_real("compress_reduce_scatter")
         return [
             Variable(
                 f"{layout.name}/to_{rank}", (_shard_numel(layout),), device=str(layout.params[0].sharded_param.device)
@@ -520,7 +523,7 @@ def compress_reduce_scatter(
     for layout in layouts:
         # buffers then have the same size on all ranks, whatever parameters a rank used
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
-        layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))
+        layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout, state))
     return state
 
 

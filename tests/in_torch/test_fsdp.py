@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
@@ -284,6 +285,29 @@ def test_a_step_that_overflowed_on_one_rank_leaves_no_trace_on_any(parallel, whe
     assert answer == ([False, True, False], 2.0, True, True, True)
 
 
+@on_ranks(4)
+def test_ranks_whose_parts_are_too_small_for_the_method_compare_overflows_too():
+    """Rank 0 has two rows of the only layer, a matrix for PowerSGD. Rank 1 has one row, which is sent as it is."""
+    net = fully_shard(torch.nn.Linear(5, 3), mesh=mesh_of()["shard"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    kept = []
+    with compressed(net, "powersgd(rank=1)", grad_scaler=scaler) as (state,):
+        assert state.runner.stateful == (dist.get_rank() % 2 == 0)
+        for step in range(3):
+            opt.zero_grad()
+            x = torch.full((2, 5), torch.inf if (step, dist.get_rank()) == (1, 1) else 1.0 + step)
+            scaler.scale(net(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            state.close_step()
+            kept.append(remembered(state))
+        assert state.state_dict()
+    same = [[torch.equal(a, b) for (_, a), (_, b) in zip(*pair, strict=True)] for pair in itertools.pairwise(kept)]
+    assert same == ([[True], [False]] if dist.get_rank() % 2 == 0 else [[], []])
+    assert same_bits(whole(net))
+
+
 class Twice(torch.nn.Module):
     """A layer that runs twice; of the first run the gradient may overflow, which comes after the second run's."""
 
@@ -418,6 +442,39 @@ def test_parameters_that_are_frozen_or_thawed_too_late_are_named(trained_first):
                 message = refusal(lambda net=net: loss_of(net, 1).backward(), kind=grace.ExchangeError)
                 assert "last" in message
                 assert "Parameters must be frozen, and thawed (requires_grad), before" in message
+
+
+@on_ranks(4)
+def test_parameters_that_are_replaced_too_late_are_named():
+    """An optimizer's step is known by its parameters."""
+    for choices in ({"replicas": "topk"}, {"shards": "block"}, {}):
+        net = built(mesh_of()["shard"])
+        weights = None if choices else grace.torch.compress_all_gather(net)
+        with compressed(net, **choices):
+            net.load_state_dict({name: p.detach().clone() for name, p in net.state_dict().items()}, assign=True)
+            message = refusal(lambda net=net: loss_of(net, 0).backward(), kind=grace.ExchangeError)
+            assert (
+                "was replaced after Grace compressed its exchange, as by load_state_dict(..., assign=True)" in message
+            )
+        if weights is not None:
+            weights.close()
+
+
+@on_ranks(4)
+def test_complex_parameters_are_refused_by_name_where_gradients_are_compressed():
+    net = torch.nn.Module()
+    net.w = torch.nn.Parameter(torch.ones(6, 3, dtype=torch.complex64))
+    net.forward = lambda x: (x.to(torch.complex64) @ net.w).abs().sum()
+    fully_shard(net, mesh=mesh_of()["shard"])
+    for call, given in (
+        (grace.torch.register_fsdp_hook, [mesh_of()["replicate"]]),
+        (grace.torch.compress_reduce_scatter, []),
+    ):
+        assert "parameter 'w' is torch.complex64" in refusal(call, net, *given)
+    weights = grace.torch.compress_all_gather(net)  # leaves them to torch's
+    net(torch.ones(2, 6)).backward()
+    weights.close()
+    assert weights.sent_bytes == 0
 
 
 def divided(mesh):

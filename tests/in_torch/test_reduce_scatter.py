@@ -358,3 +358,14 @@ def test_two_hops_go_on_from_their_state_and_deal_out_that_of_one_hop():
             state.load_state_dict({key: value for one in everybody for key, value in one.items()})
             for name, value in left_out(net, state).items():
                 torch.testing.assert_close(value, owed[name], rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(4)
+def test_gradients_that_are_cleared_before_the_first_step_are_warned_of_without_an_argument_that_is_not_there():
+    net = built(mesh_of(1, 4)["shard"])
+    with compressed(net, shards="block") as (state,):
+        loss_of(net, 0).backward()
+        net.zero_grad()
+        with pytest.warns(UserWarning, match="gradients were cleared") as found:
+            state.close_step()
+    assert "optimizer=" not in str(found[0].message)

@@ -290,6 +290,25 @@ def test_a_sparse_gradient_in_a_group_is_refused_by_name():
     assert "sparse_as_dense=True" in message
 
 
+# -- what is sent ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, engine="horovodrun-gloo")
+def test_what_is_counted_is_what_the_payloads_hold():
+    method = grace.make("compressor", "topk(ratio=0.1)")
+    model = Given(SHAPES)
+    optimizer = distributed(model, "topk(ratio=0.1)", communicator="allgather")
+    train_given(model, optimizer, range(3))
+    traffic = optimizer.traffic
+    assert traffic.steps == 3
+    bits = {name: 32 if name == "tiny" else method.wire_bits(shape) for name, shape in SHAPES.items()}
+    payload = {name: 3 * round(bits[name] * torch.Size(shape).numel() / 8) for name, shape in SHAPES.items()}
+    assert traffic.payload_bytes == payload
+    # of two ranks each sends its buffer once, gathered or summed
+    assert traffic.sent_bytes == sum(payload.values()) + traffic.header_bytes
+    assert 0 < traffic.header_bytes < 3 * 8 * 2 * len(SHAPES)
+
+
 # -- ranks with fewer batches ---------------------------------------------------------------------------------------
 
 

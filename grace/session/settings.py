@@ -126,14 +126,25 @@ class Settings:
                 "compress_after does not go with strategy='auto', which begins uncompressed and tries methods at once"
             )
 
-    def check_votes(self, communicators: Iterable[Communicator]) -> None:
-        """Refuse op='sum' with a method that votes after uncompressed steps: votes are smaller by the number of ranks.
+    def check_sums(self, communicators: Iterable[Communicator], in_rounds: bool) -> None:
+        """Refuse op='sum' where there are no sums: in outer rounds, and with a method that votes after uncompressed
+        steps, since votes are smaller by the number of ranks.
+
+        Args:
+            communicators: those of the run.
+            in_rounds: True if ranks train alone between outer rounds.
 
         Raises:
-            ConfigError: a communicator's method votes.
+            ConfigError: the ranks' drifts are averaged, or a communicator's method votes.
         """
+        if self.reduction.op != "sum":
+            return
+        if in_rounds:
+            raise ConfigError(
+                "op='sum' does not go with outer=, whose rounds average how far ranks have drifted: use op='average'"
+            )
         for communicator in communicators:
-            if communicator.compress_after and communicator.compressor.votes and self.reduction.op == "sum":
+            if communicator.compress_after and communicator.compressor.votes:
                 raise ConfigError(
                     f"op='sum' with compress_after={communicator.compress_after}: {communicator.compressor.spec} "
                     "votes, and a vote is as large as a mean, not as a sum: use op='average'"

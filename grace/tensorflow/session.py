@@ -123,7 +123,7 @@ class Session:
 
     def check_plan(self, runner: StepRunner) -> None:
         """Raise ConfigError if the runner of a plan does not suit this session."""
-        self.settings.check_votes(runner.communicators)
+        self.settings.check_sums(runner.communicators, bool(runner.outer_rounds))
         if runner.outer_rounds and not self.for_optimizer:
             raise ConfigError(
                 "outer rounds, and sync none(period), come after the optimizer's step, which a tape does not know: use "

@@ -456,7 +456,7 @@ class Session:
 
     def _check_plan(self, runner: StepRunner) -> None:
         """Refuse a runner whose plan does not go with the settings, or with sharded parameters."""
-        self.settings.check_votes(runner.communicators)
+        self.settings.check_sums(runner.communicators, bool(runner.outer_rounds))
         if self.shard_group is not None and runner.buckets:
             raise ConfigError(
                 f"the strategy exchanges the gradient of {runner.buckets[0].names[0]!r} in every step, and the "

@@ -165,11 +165,12 @@ def test_a_strategy_file_says_it_for_some_variables(two_ranks, tmp_path):
     [
         ("dgc", {"compress_after": 3}, "compress_after=3: the memory dgc"),
         ("signsgd", {"op": "sum", "compress_after": 3}, "op='sum' with compress_after=3: signsgd votes"),
+        ("topk", {"op": "sum", "outer": "none", "period": 2}, "op='sum' does not go with outer="),
         (None, {"strategy": "auto", "compress_after": 3}, "does not go with strategy='auto'"),
         ("topk", {"compress_after": -1}, "compress_after must be a whole number of at least 0, not -1"),
     ],
 )
-def test_momentum_cannot_wait_and_sums_are_no_votes(compressor, choices, said):
+def test_momentum_cannot_wait_and_sums_are_no_votes_nor_rounds(compressor, choices, said):
     plain = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
     message = refusal(distributed, Given(SHAPES), compressor, optimizer=plain, **choices)
     assert said in message

@@ -143,9 +143,9 @@ def DistributedOptimizer(optimizer: object, *args: object, **kwargs: object) -> 
     """Make an optimizer exchange its gradients compressed; see :func:`grace.torch.DistributedOptimizer` and
     :func:`grace.tensorflow.DistributedOptimizer`.
 
-    >>> DistributedOptimizer("adam")
+    >>> DistributedOptimizer(None)
     Traceback (most recent call last):
-    grace.errors.ConfigError: grace.DistributedOptimizer takes an optimizer of torch or Keras, not 'adam'
+    grace.errors.ConfigError: grace.DistributedOptimizer takes an optimizer of torch or Keras, not None
     """
     return _require_framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
 

@@ -381,7 +381,7 @@ class OuterRounds:
             return
         self.leave_anchors()
         self.take_anchors()
-        if self.at < self._first_round:
+        if self.fragments and self.at < self._first_round:
             self._share_anchors()
         for fragment in self.fragments:
             if fragment.travels:

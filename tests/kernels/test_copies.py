@@ -43,8 +43,9 @@ class OnGpu:
 class Pinned:
     """Pinned memory that a GPU copies to."""
 
-    def __init__(self, shape, dtype, pin_memory):
+    def __init__(self, shape, dtype, device, pin_memory):
         assert pin_memory
+        assert device == "cpu"  # whatever torch.set_default_device says
         self.source = None
 
     def copy_(self, source, non_blocking):

@@ -298,7 +298,8 @@ def main() -> None:
         parser.error(f"--stages must divide the ranks, and {given.stages} does not")
     each = itertools.product(options.split(given.models), rates, options.methods(given.methods), ranks)
     wanted = [dict(zip(("model", "bandwidth", "compressor", "ranks"), one, strict=True)) for one in each]
-    show_all(console, scenarios.measure("benchmarks.pipeline_cuts", given, wanted, show, console))
+    which = (*scenarios.WHICH, "methods")
+    show_all(console, scenarios.measure("benchmarks.pipeline_cuts", given, wanted, show, console, which))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from grace.core.atomic_files import atomic_write
 from grace.errors import GraceError
 
 ROOT = Path(__file__).parent.parent
+WHICH = ("models", "bandwidth", "ranks", "out")
+"""Options that say which scenarios there are, and where their rows go, but not how they are measured."""
 
 
 def parser_of(description: str | None, models: str, ranks: str, out: str, seconds: float) -> argparse.ArgumentParser:
@@ -28,7 +30,7 @@ def parser_of(description: str | None, models: str, ranks: str, out: str, second
     parser.add_argument("--ranks", "-n", default=ranks, help="numbers of processes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each plan has its turn (%(default)s)")
     parser.add_argument("--seconds", type=float, default=seconds, help="about how long each is measured (%(default)s)")
-    parser.add_argument("--out", default=out, help="file of rows; what it has is not measured again (%(default)s)")
+    parser.add_argument("--out", default=out, help="file of rows, to which a later call adds its own (%(default)s)")
     return parser
 
 
@@ -43,14 +45,20 @@ def measure(
     scenarios: Iterable[Scenario],
     show: Callable[[Console, Row], None],
     console: Console,
+    which: Iterable[str] = WHICH,
 ) -> list[Row]:
     """Measure the scenarios that the file of rows lacks, write and show each when it ends, and return all rows.
 
     Ranks run the module with a folder and those values of a scenario that are neither ranks nor bandwidth; they emit
     one event with all of its results.
+
+    Args:
+        which: options that say which scenarios there are. All others must be those of the rows in the file.
     """
     out = Path(given.out)
-    rows: list[Row] = json.loads(out.read_text())["rows"] if out.exists() else []
+    rows = _earlier_rows(out, {key: value for key, value in vars(given).items() if key not in which})
+    if rows:
+        console.print(f"What {out} has is not measured again.", soft_wrap=True)
     facts: dict[str, Any] = {"settings": vars(given), "machine": machine(), "versions": versions()}
     out.parent.mkdir(parents=True, exist_ok=True)
     # ranks do not import from the current folder
@@ -70,6 +78,19 @@ def measure(
         with atomic_write(out) as draft:
             draft.write_text(json.dumps({**facts, "rows": rows}) + "\n")
         show(console, rows[-1])
+    return rows
+
+
+def _earlier_rows(out: Path, settings: dict[str, Any]) -> list[Row]:
+    """Return the rows of a file, or exit if they were measured with other settings; none if there is no file."""
+    if not out.exists():
+        return []
+    earlier = json.loads(out.read_text())
+    for key, value in settings.items():
+        if earlier["settings"].get(key) != value:
+            was = f"--{key} {earlier['settings'].get(key)}"
+            raise SystemExit(f"{out} was measured with {was}, not {value}: name another file by --out, or remove it")
+    rows: list[Row] = earlier["rows"]
     return rows
 
 

@@ -23,8 +23,9 @@ SCRIPTS = pytest.mark.parametrize("script", FOUND, ids=lambda script: script.__n
 def run(tmp_path, monkeypatch, capsys):
     """Run a script in place of whose ranks a function stands; return what it prints."""
 
-    def call(script, bandwidth, ranks=None):
-        words = ["--models", "mlp", "-n", "2", "--bandwidth", bandwidth, "--out", str(tmp_path / "new" / "rows.json")]
+    def call(script, bandwidth, ranks=None, more=()):
+        words = ["--models", "mlp", "-n", "2", "--bandwidth", bandwidth, *more]
+        words += ["--out", str(tmp_path / "new" / "rows.json")]
         monkeypatch.setattr(sys, "argv", ["script", *words])
         monkeypatch.setattr(scenarios, "run_scenario", ranks or (lambda *given: FOUND[script]))
         script.main()
@@ -48,11 +49,19 @@ def test_every_scenario_is_a_row_and_a_second_call_measures_what_is_new(script, 
         measured.append((program, others, count, rate))
         return FOUND[script]
 
-    run(script, "1gbit,none", ranks)
+    assert "rows.json has is not measured again." in run(script, "1gbit,none", ranks)
     others = ["mlp"] if script is auto_choices else ["mlp", "none"]
     assert measured == [(["-m", script.__name__], others, 2, None)]
     assert [(row["model"], row["bandwidth"]) for row in rows(tmp_path)] == [("mlp", 1e9), ("mlp", None)]
     assert rows(tmp_path)[0].items() >= FOUND[script].items()
+
+
+@SCRIPTS
+def test_rows_that_were_measured_otherwise_are_not_taken_for_those_of_this_call(script, run, tmp_path):
+    run(script, "1gbit")
+    with pytest.raises(SystemExit, match=r"was measured with --rounds 3, not 5: name another file by --out"):
+        run(script, "1gbit", more=["--rounds", "5"])
+    assert len(rows(tmp_path)) == 1
 
 
 @SCRIPTS

@@ -5,12 +5,14 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 
 from grace.core import specs
+from grace.core.communicator import Communicator
 from grace.core.documents import shown
-from grace.core.registry import make
+from grace.core.registry import find, make
 from grace.errors import ConfigError
 
 LEAST, MOST = 1e-12, 1e18
@@ -181,8 +183,10 @@ def _default_codec(key: str) -> CodecCost:
     first, *others = [make("compressor", part).traits for part in specs.split(compressor) or (compressor,)]
     encode, decode = COPIES.get(first.category, SUMMED if first.summable else OTHERS)
     encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
-    each = communicator in ("allgather", "broadcast")  # decodes what every rank sent
-    again = encode + decode if communicator in ("scatter_reduce", "scatter_merge", "reduce_broadcast") else ROUND
+    kind: Any = find("communicator", communicator) or Communicator
+    averages = kind.rooted or kind.cuts  # a rank encodes again what it has averaged for the others
+    each = not (kind.sums or averages)  # a rank decodes what every rank has sent
+    again = encode + decode if averages else ROUND
     return CodecCost(
         start=Cost(CALL, VARIABLE, encode * COPY),
         middle=Cost(CALL, VARIABLE, again * COPY),

@@ -150,14 +150,11 @@ def test_an_optimizer_of_some_ranks_leaves_the_others_alone():
 
 ENDING = """
 import sys
-import warnings
-
 import torch
 import torch.distributed as dist
 from tests.support.training import distributed, loss_of, net
 import grace
 
-warnings.simplefilter("error")
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 models = [net(), net()]
@@ -175,7 +172,7 @@ print("the end")
 def test_channels_end_with_the_users_process_group(tmp_path):
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", ENDING]
+    command = [sys.executable, "-W", "error", "-c", ENDING]
     with contextlib.ExitStack() as stack:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
         ranks = [

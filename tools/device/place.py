@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 from typing import Any
 
@@ -39,31 +38,6 @@ def hasten_interpreter() -> None:
     interpreter._get_np_dtype = lambda kind: (numpy_type if kind.scalar.is_ptr() else known)(kind.scalar)
     builder = interpreter.interpreter_builder  # which looks for integers that overflow, and says it in debug mode alone
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
-    _share_shapes()
-
-
-def _share_shapes() -> None:
-    """Make the shapes of Triton's types and tensors once, where the interpreter would for each operation."""
-    from triton.language import core
-
-    @functools.cache
-    def shape_of_type(sizes: tuple[int, ...]) -> tuple[Any, int]:
-        return core.tuple(sizes), core.validate_block_shape(sizes)
-
-    @functools.cache
-    def shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
-
-    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
-        self.element_ty = element_ty
-        self.shape, self.numel = shape_of_type(tuple(core._unwrap_shape(shape)))
-
-    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = shape_of_tensor(tuple(kind.shape) if kind.is_block() else ())
-
-    core.block_type.__init__, core.tensor.__init__ = make_type, make_tensor
-    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")  # which nobody reads
 
 
 def clock() -> Any:

@@ -142,15 +142,15 @@ def _traffic_lines(strategy: Strategy) -> Iterator[str]:
         for rank, nbytes in busiest_first[:MOST_ROWS]:
             yield sends(f"rank {rank}", of_bytes(nbytes))
         if len(roots) > MOST_ROWS:
-            least = of_bytes(busiest_first[-1][1])
-            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {least} or more"
+            fewest = of_bytes(busiest_first[-1][1])
+            yield f"{len(roots) - MOST_ROWS} more destinations send, and receive, {fewest} or more"
         if len(roots) < strategy.world_size:
             others = f"each of the other {strategy.world_size - len(roots)} ranks" if roots else "each rank"
             yield sends(others, of_bytes(other))
-    every = [*roots.values(), *([other] if len(roots) < strategy.world_size else [])]
-    if strategy.world_size > 1 and max(every) > 1.5 * min(every):
-        busiest = max(roots, key=roots.__getitem__)
-        yield f"the busiest link is that of rank {busiest}: {max(every) / max(1.0, min(every)):.1f} times the least"
+    least = min([*roots.values(), *([other] if len(roots) < strategy.world_size else [])])
+    busiest, most = max(roots.items(), key=lambda root: root[1], default=(0, least))
+    if most > 1.5 * least:
+        yield f"the busiest link is that of rank {busiest}: {most / max(1.0, least):.1f} times the least"
 
 
 def _rows(strategy: Strategy) -> Iterator[list[str]]:

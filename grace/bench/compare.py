@@ -200,9 +200,10 @@ def compare(
     """Compare two results of the same benchmark, row by row.
 
     Rows are matched by method, and by where it was measured (tensor; or
-    bandwidth, ranks, engine). Ratios are b / a. A change counts where the quartiles of the two do not overlap,
-    or for quality the spreads over seeds; where there are neither, where it
-    exceeds a tenth (times), a twentieth (vNMSE) or a hundredth (bytes).
+    bandwidth, ranks, engine). Ratios are b / a. A change counts where the
+    quartiles of the two do not overlap, or for quality the spreads over seeds;
+    where there are neither, where it exceeds a tenth (times), a twentieth
+    (vNMSE) or a hundredth (bytes).
     """
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise ConfigError(f"--fail-if-slower is a number of percent, 0 or more, not {fail_if_slower:g}")

@@ -6,9 +6,9 @@ from typing import Any
 def with_mixins(cls: type, *mixins: type, body: dict[str, Any] | None = None) -> type:
     """Return a subclass of a user's class that has its name, and finds methods in ``body`` and the mixins first.
 
-    The user's class is its only first base, ``__bases__[0]``, though the mixins override it: Python changes an object's
-    class only to one whose memory is laid out from the same base on, and it takes the first base for that. With a mixin
-    in this place, objects whose class derives from ``ABC`` or ``Generic`` first could not change.
+    The user's class is its first base, ``__bases__[0]``, though the mixins override it. Python lets an object change to
+    a class only if both lay out objects in memory alike, and the first base decides on the layout. If it were a mixin,
+    objects whose class derives from ``ABC`` or ``Generic`` first could not change.
 
     Args:
         cls: the user's class.

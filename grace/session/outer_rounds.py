@@ -355,8 +355,8 @@ class OuterRounds:
 
     @property
     def _first_round(self) -> int:
-        """Iteration after which the first fragment is sent for the first time."""
-        return min(fragment.until_sent(1) + 1 for fragment in self.fragments)
+        """Iteration after which the first fragment is sent for the first time; 0 without any."""
+        return min((fragment.until_sent(1) + 1 for fragment in self.fragments), default=0)
 
     def _share_anchors(self) -> None:
         """Give all ranks rank 0's anchors, if those of ranks differ: a forward pass before the first update may change
@@ -381,7 +381,7 @@ class OuterRounds:
             return
         self.leave_anchors()
         self.take_anchors()
-        if self.fragments and self.at < self._first_round:
+        if self.at < self._first_round:
             self._share_anchors()
         for fragment in self.fragments:
             if fragment.travels:

@@ -146,9 +146,9 @@ class Session:
         self.group_number = {name: group_of[id(p)] for name, p in self.parameters.items()}
         """Number of the optimizer's parameter group by parameter name."""
         # 4. Outer rounds, and tables of buckets.
-        self.buffer_places = _float_buffers(parameters)
+        self.buffer_places = _places_of_buffers(parameters)
         """Buffers of a module, which are averaged after outer rounds: the module and name of each."""
-        self.first_buffers = {name: buffer.to("meta") for name, buffer in self._buffers_of_now()}
+        self.first_buffers = {name: buffer.to("meta") for name, buffer in self._current_buffers()}
         """Shapes and dtypes that they had when the optimizer was made distributed."""
         self.outer_rounds: OuterRounds | None = None
         """The outer rounds of parameters that ranks train alone; None if there are none."""
@@ -302,19 +302,18 @@ class Session:
         """Return the names of parameters that share no bucket, unless the user puts them into one."""
         return ()
 
-    def _buffers_of_now(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _current_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of a module that exist, with their names."""
         for name, (module_ref, own_name) in self.buffer_places.items():
             buffer = getattr(module_ref(), own_name, None)
             if isinstance(buffer, torch.Tensor):
                 yield name, buffer
 
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of a module that have the shapes of the beginning. Read anew each time, as in DDP: modules may
-        assign other tensors, as ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`` does."""
+    def _read_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of a module that have the shapes of the beginning. They are looked up each time, as in
+        DDP: modules may assign other tensors, as ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`` does."""
         first = self.first_buffers
-        return {name: buffer for name, buffer in self._buffers_of_now() if buffer.shape == first[name].shape}
+        return {name: buffer for name, buffer in self._current_buffers() if buffer.shape == first[name].shape}
 
     @property
     def in_progress(self) -> bool:
@@ -703,7 +702,7 @@ class Session:
     def keeping_own(self) -> Iterator[None]:
         """Return a context at whose end parameters that this rank trains alone, and buffers, are as before it."""
         held = self.runner.outer_rounds.has_anchors
-        own = [tensor.detach() for tensor in (*self.parameters.values(), *self.buffers.values()) if held]
+        own = [tensor.detach() for tensor in (*self.parameters.values(), *self._read_buffers().values()) if held]
         before = [tensor.clone() for tensor in own]
         yield
         for tensor, value in zip(own, before, strict=True):
@@ -711,7 +710,7 @@ class Session:
 
     @torch.no_grad()
     def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, buffer in self.buffers.items():
+        for name, buffer in self._read_buffers().items():
             if name in values:
                 buffer.copy_(values[name])
 
@@ -723,7 +722,7 @@ class Session:
         me = weakref.proxy(self)  # the runner must not keep the session alive
         rounds.read = partial(Session._parameters_of, me)
         rounds.write = partial(Session._set_parameters, me)
-        rounds.read_buffers = partial(getattr, me, "buffers")
+        rounds.read_buffers = partial(Session._read_buffers, me)
         rounds.write_buffers = partial(Session._set_buffers, me)
         rounds.clear_optimizer = partial(Session._clear_optimizer, me)
         rounds.sync_buffers = partial(Session._average_buffers, me)
@@ -755,7 +754,7 @@ class Session:
         """Replace each buffer by its mean over the ranks on which it is finite."""
         if not self.buffer_places:
             return
-        own = self.buffers
+        own = self._read_buffers()
         finite = [name in own and bool(own[name].isfinite().all()) for name in self.first_buffers]
         # Statistics that overflowed on one rank would spoil those of all ranks, and stay so.
         device = next(iter(self.parameters.values())).device
@@ -832,7 +831,7 @@ class Session:
         return outs
 
 
-def _float_buffers(parameters: NamedParameters) -> dict[str, tuple[weakref.ref[torch.nn.Module], str]]:
+def _places_of_buffers(parameters: NamedParameters) -> dict[str, tuple[weakref.ref[torch.nn.Module], str]]:
     """Return the modules that have floating-point buffers, and the names there, by the model's name of the buffer; none
     if the parameters were given without their model."""
     if not isinstance(parameters, torch.nn.Module):

@@ -152,6 +152,7 @@ def _complaints(launcher: RankLauncher, failed: dict[int, int], folder: Path) ->
         if text:
             messages.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
     if launcher.engine == "mpi":  # the exit code is mpirun's, and its log names the rank
-        failed = dict(filter(None, [first_failure(log)]))
+        first = first_failure(log)
+        failed = {} if first is None else {first[0]: first[1]}
     messages += [f"rank {rank} was ended by {signal.Signals(-code).name}" for rank, code in failed.items() if code < 0]
     return "\n".join(messages) or log

@@ -30,7 +30,8 @@ def numeric_settings(settings: Mapping[str, object]) -> Numbers:
 def _iterate_numbers(
     settings: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, Number | tuple[Number, ...]]]:
-    for name in sorted(settings, key=str):  # a schedule's names may be numbers of steps
+    # A schedule's names may be numbers of steps. Keys of other kinds are parameters, whose state a group may hold.
+    for name in sorted((name for name in settings if isinstance(name, (str, Real))), key=str):
         value = settings[name]
         if name in WITHOUT_EFFECT:
             continue

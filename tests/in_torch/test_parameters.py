@@ -71,6 +71,19 @@ def test_entries_of_a_group_may_have_numbers_for_names():
     assert {("5", 0.5), ("milestones.30", 0.1), ("milestones.7", 0.01)} <= set(optimizer._grace.hyperparameters[0])
 
 
+@on_ranks(2)
+def test_what_an_optimizer_keeps_of_parameters_in_a_group_is_no_hyperparameter():
+    """GrokAdamW keeps its state there, by parameter; with outer rounds it differs by rank."""
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd.param_groups[0]["state"] = {p: {"norm": float(grace.rank())} for p in model.parameters()}
+    optimizer = grace.DistributedOptimizer(sgd, model.named_parameters(), outer="none", period=1)
+    loss_of(model, grace.rank()).backward()
+    optimizer.step()
+    assert not [name for name, _ in optimizer._grace.hyperparameters[0] if name.startswith("state")]
+    return digest(weights(model))
+
+
 @pytest.mark.parametrize(("size", "compressor", "group_bytes"), pairwise([2, 3], METHODS, [25 << 20, 1]))
 @on_ranks()
 def test_unused_parameters(size, compressor, group_bytes):

@@ -288,6 +288,10 @@ class Resharding:
             # As many ranks as before: each goes on with its own state, bit for bit.
             return self.everyone[self.rank].get(kind, {}).get(part)
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
+        anchor = self.saved["state"].get("anchor", {}).get(part)
+        if kind == "local" and values and anchor is not None:  # ranks without parameters of their own have the anchor
+            k = kernels_of(anchor)
+            values += [k.cast(anchor, k.dtype(values[0]))] * (len(self.everyone) - len(values))
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
 
     def _fits(self, kind: str, part: str, value: Value) -> bool:

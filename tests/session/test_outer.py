@@ -1090,3 +1090,27 @@ def test_ranks_share_anchors_where_the_first_forward_pass_changes_parameters():
         opt.flush()
         assert len(set(opt._grace.runner.backend.allgather_object(digest(weights(model))))) == 1, iterations
         opt.close()
+
+
+def saved_where_one_rank_set_its_parameters(dtype):
+    model = Given(SHAPES, dtype)
+    optimizer = distributed(model, outer="none", period=2)
+    run_given(optimizer, model, range(2))
+    if grace.rank() == 0:
+        for p in model.parameters():
+            p.data.mul_(0.5)
+    means = grace.allreduce(torch.nn.utils.parameters_to_vector(model.parameters()).float())
+    return copied({"state": optimizer.full_state_dict(), "means": means})
+
+
+def loaded_from(saved, dtype):
+    model = Given(SHAPES, dtype)
+    distributed(model, outer="none", period=2).load_state_dict(saved["state"])
+    own = torch.nn.utils.parameters_to_vector(model.parameters()).float()
+    torch.testing.assert_close(own, saved["means"], rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_number_of_ranks_starts_from_the_mean_where_only_some_ranks_had_left_the_anchor(dtype):
+    saved = ranks_of(3).run(saved_where_one_rank_set_its_parameters, dtype)[0]
+    ranks_of(2).run(loaded_from, saved, dtype)

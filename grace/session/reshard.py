@@ -193,7 +193,7 @@ class Resharding:
         those of the last round."""
         if kind == "local_buffer" and self.everyone is not None and len(self.everyone) != self.size:
             return {}
-        now = self.runner.outer_rounds.read_buffers()
+        now = self.runner.outer_rounds.model.read_buffers()
         found: Values = {}
         for name in sorted(names):
             value = self._value_of(kind, name)

@@ -90,9 +90,7 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     made.shard_label = former.shard_label
     made.warned_own_state = former.warned_own_state
     made.traffic = former.traffic
-    if former.outer_rounds:
-        for name in ("read", "write", "read_buffers", "write_buffers"):
-            setattr(made.outer_rounds, name, getattr(former.outer_rounds, name))
+    made.outer_rounds.model = former.outer_rounds.model
     return made
 
 

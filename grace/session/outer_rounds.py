@@ -168,6 +168,8 @@ class OuterRounds:
         self.at = 0
         self.has_anchors = False
         """True if there are anchors."""
+        self.shares_anchors = True
+        """True until all ranks have compared their anchors, in the first round after they were taken."""
         backend = runner.backend
         self.warns_if_unequal = backend.size > 1 and backend.number_of(backend.rank) == 0
         """True if :meth:`warn_if_unequal` is to print a line: on rank 0, until it has, or until the program has asked
@@ -274,6 +276,8 @@ class OuterRounds:
         self.at = self.runner.context.step
         self._own = None
         self.has_anchors = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
+        # Of one save anchors are equal, unless they were taken anew on each rank, and no round has compared them.
+        self.shares_anchors = not self.has_anchors or self.at < self._first_round
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
             fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at
@@ -362,7 +366,7 @@ class OuterRounds:
             self.take_anchors()
         while self.at < self.runner.context.step:
             self.at += 1
-            if self.at == self._first_round:
+            if self.shares_anchors and any(fragment.until_sent(self.at) == 0 for fragment in self.fragments):
                 self._share_anchors()
             for fragment in self.fragments:
                 # Applied before it is sent again: its delay is shorter than its period.
@@ -381,6 +385,7 @@ class OuterRounds:
     def _share_anchors(self) -> None:
         """Give all ranks rank 0's anchors, if those of ranks differ: a forward pass before the first update may change
         parameters by this rank's data, as ``Embedding(max_norm=...)`` and initialization by the first batch do."""
+        self.shares_anchors = self.at < self._first_round
         backend, anchors = self.runner.backend, self.anchors.state
         if len(set(gather_or_raise(backend, "a first outer round", checksum(dict(anchors))))) == 1:
             return
@@ -401,7 +406,7 @@ class OuterRounds:
             return
         self.leave_anchors()
         self.take_anchors()
-        if self.at < self._first_round:
+        if self.shares_anchors:
             self._share_anchors()
         for fragment in self.fragments:
             if fragment.travels:

@@ -777,6 +777,19 @@ def test_parameters_that_a_program_sets_after_a_round_are_resumed(in_anchor):
     assert resumed.ends() == run.ends()
 
 
+@on_ranks(2)
+def test_a_run_that_resumes_without_its_anchors_goes_on_from_those_of_rank_0():
+    """Each rank loads its own model of the middle of a period, and starts with empty memories."""
+    run = Run(RESUMED["plain"])
+    run.train(range(6))
+    saved = copied({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()})
+    resumed = Run(RESUMED["plain"], seed=9)
+    resumed.model.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"], memory="reset")
+    resumed.train(range(6, 9))
+    return digest(anchors(resumed.optimizer))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks(2)
 def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):

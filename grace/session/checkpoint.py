@@ -444,6 +444,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
     for _, component in runner.components:
         component.state.commit()
     if loaded.step is None:
+        runner.outer_rounds.restore()  # anchors were cleared, too: the next update takes new ones
         return
     runner.run_id = f"{zlib.crc32(f'{runner.run_id} {loaded.id}'.encode()):08x}"  # later saves need other ids
     runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale

@@ -790,6 +790,17 @@ def test_a_run_that_resumes_without_its_anchors_goes_on_from_those_of_rank_0():
     return digest(anchors(resumed.optimizer))
 
 
+@on_ranks(2)
+def test_rounds_begin_anew_from_the_state_of_a_plain_optimizer():
+    run = Run(RESUMED["plain"])
+    run.train(range(3))
+    plain = copied(torch.optim.AdamW(net().parameters(), lr=0.01).state_dict())
+    with pytest.warns(UserWarning, match="saved by a plain optimizer"):
+        run.optimizer.load_state_dict(plain, memory="keep")
+    run.train(range(3, 6))
+    return digest(anchors(run.optimizer))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks(2)
 def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):

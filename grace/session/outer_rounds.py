@@ -40,8 +40,7 @@ from grace.session.state_schema import checksum
 
 
 class Held(Component):
-    """Tensors by shard, or by buffer of the model, that checkpoints hold beside the state of compressors and
-    memories."""
+    """Owner of tensors by shard, or by buffer of the model, beside the state of compressors and memories."""
 
     kind = "outer"
     stateful = True

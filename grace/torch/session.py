@@ -193,7 +193,7 @@ class Session:
             backend,
             self.context,
             facts,
-            self._check,
+            self._check_communicator,
             backend.elastic,
             self.settings.hierarchical,
             self.settings.compress_after,
@@ -300,11 +300,11 @@ class Session:
         """True if a step is in progress: exchanges were begun, or are about to be, that may still be dropped."""
         return self.runner.in_progress
 
-    def _check(self, communicator: Communicator) -> None:
+    def _check_communicator(self, communicator: Communicator) -> None:
         """Refuse a communicator that does not go with the optimizer."""
         check_optimizer(communicator, self.optimizer)
 
-    def check(self) -> None:
+    def check_unchanged_optimizer(self) -> None:
         """Check before the first collective of a step that the optimizer can still make this step.
 
         Raises:
@@ -463,12 +463,12 @@ class Session:
         self.commit_used_means()
         self.flush()
         own = self.parameters.__getitem__
-        self.switch_runner(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
+        self.switch_runner(switch_plan(self.runner, plan, own, self._check_communicator, self._check_plan), plan)
 
     def build_runner(self, strategy: Strategy) -> tuple[StepRunner, ExchangePlan]:
         """Return a runner for a strategy, into which a state is to be loaded, and its plan. Every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
-        return build_replacement(self.runner, plan, self._check), plan
+        return build_replacement(self.runner, plan, self._check_communicator), plan
 
     def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
         """Replace the runner and its plan, between two steps."""

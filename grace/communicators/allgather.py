@@ -12,6 +12,7 @@ class Allgather(Communicator):
     """
 
     name = "allgather"
+    cost = "(W-1)p"
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
         return [Leg(ALL_GATHER, Carries.GRADIENTS)]

@@ -18,6 +18,7 @@ class Allreduce(Communicator):
     """
 
     name = "allreduce"
+    cost = "~2p"
     sums = True
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:

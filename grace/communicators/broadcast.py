@@ -12,6 +12,7 @@ class Broadcast(Communicator):
     """
 
     name = "broadcast"
+    cost = "(W-1)p"
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
         return [Leg(EACH_BROADCASTS, Carries.GRADIENTS)]

@@ -53,6 +53,7 @@ class ReduceBroadcast(Communicator):
     """
 
     name = "reduce_broadcast"
+    cost = "p; 2(W-1)p in and out of the destination"
     rooted = True
     node_groups: NodeGroups | None = None
     """The nodes that means are replicated in, and their leaders; None to send means to every rank."""
@@ -142,7 +143,7 @@ class ReduceBroadcast(Communicator):
         back = BROADCAST
         if self.node_groups is not None:
             replication = Replication(self.node_groups)
-            back = Collective(BROADCAST.name, replication.start, replication.sent, of_root=BROADCAST.of_root)
+            back = Collective(BROADCAST.name, replication.start, replication.sent)
         carries = Carries.SUMS if self.sums else Carries.MEANS
         return [Leg(GATHER, Carries.GRADIENTS, self.root), Leg(back, carries, self.root)]
 

@@ -32,6 +32,7 @@ class ScatterMerge(Communicator):
     """
 
     name = "scatter_merge"
+    cost = "~2p"
     cuts, codec_class = True, MergeCodec
 
     # Not "none", the default of other communicators: only sparsifiers have entries to merge.

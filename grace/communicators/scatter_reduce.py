@@ -23,6 +23,7 @@ class ScatterReduce(Communicator):
     """
 
     name = "scatter_reduce"
+    cost = "~2p"
     cuts = True
 
     def __init__(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -13,25 +12,11 @@ from grace.core.compressor import Compressor, Ctx, Tensor
 from grace.core.context import AnyContext
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
-from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
+from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route
 from grace.core.specs import Spec
 from grace.core.user_parts import check_shape
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
-
-
-class RouteCost:
-    """Descriptor for the cost of a communicator's class: the sum of the formulas of its legs. Empty if a leg has no
-    formula, or if a parameter of the class has no default."""
-
-    def __get__(self, communicator: "Communicator | None", cls: "type[Communicator]") -> str:
-        if dataclasses.MISSING in cls.parameters().values():
-            return ""
-        try:
-            # An infinite payload gives the route of large buckets; small sums may take another route, for its latency.
-            return formula_of(cls().route_of_wire(math.inf, EngineTraits()))
-        except ConfigError:  # it does not carry the compressor that it takes if none is named
-            return ""
 
 
 class MeanCompression(NamedTuple):
@@ -81,9 +66,9 @@ class Communicator(Component):
     own_numbers = ("rank", "local_rank")
     sums: bool = False
     """True if the engine adds the ranks' wires up, as an all-reduce does."""
-    cost: "ClassVar[RouteCost | str]" = RouteCost()
-    """Formula, as text, for the bytes that one exchange sends from a rank, for a payload of p bytes and W ranks. A
-    class may set it itself."""
+    cost: ClassVar[str] = ""
+    """Formula, as text, for the bytes that one exchange sends from a rank, for a payload of p bytes and W ranks; empty
+    if it is unknown."""
     rooted: ClassVar[bool] = False
     """True if one rank averages for all ranks, and sends the means back."""
     cuts: ClassVar[bool] = False

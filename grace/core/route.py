@@ -1,6 +1,5 @@
 """Routes: the collectives of a bucket's exchange as data, and the bytes that each rank sends by them."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -31,16 +30,11 @@ class Collective:
             received.
         sent: bytes that a rank sends for a buffer of ``nbytes``: ``sent(nbytes, ranks, rank, root)``. Backends count
             equally many.
-        formula: text form of ``sent`` for a buffer of p bytes on W ranks; for a rooted collective, that of the ranks
-            that are not the root. Empty if these send nothing, or the formula is unknown.
-        of_root: text form of the bytes that pass the root of a rooted collective, in or out.
     """
 
     name: str
     start: Callable[[Backend, Tensor, int | None], Handle]
     sent: Callable[[float, int, int, int | None], float]
-    formula: str = ""
-    of_root: str = ""
 
 
 def as_bytes(wire: Tensor, collective: Callable[[Tensor], Handle]) -> Handle:
@@ -114,14 +108,14 @@ def _bytes_of_broadcast(nbytes: float, ranks: int, rank: int, root: int | None) 
     return (ranks - 1) * nbytes if rank == root else 0.0
 
 
-ALL_REDUCE = Collective("allreduce", _all_reduce, _bytes_of_all_reduce, "~2p")
-ALL_GATHER = Collective("allgather", _all_gather, _bytes_of_all_gather, "(W-1)p")
-CONCATENATE = Collective("allgather", _concatenate, _bytes_of_all_gather, "(W-1)p")
+ALL_REDUCE = Collective("allreduce", _all_reduce, _bytes_of_all_reduce)
+ALL_GATHER = Collective("allgather", _all_gather, _bytes_of_all_gather)
+CONCATENATE = Collective("allgather", _concatenate, _bytes_of_all_gather)
 """All-gather of engines that gather buffers of unequal lengths themselves."""
-EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _bytes_of_all_gather, "(W-1)p")
-ALL_TO_ALL = Collective("alltoall", _all_to_all, _bytes_of_all_to_all, "~p")
-GATHER = Collective("gather", _gather, _bytes_of_gather, "p", of_root="(W-1)p")
-BROADCAST = Collective("broadcast", _broadcast, _bytes_of_broadcast, of_root="(W-1)p")
+EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _bytes_of_all_gather)
+ALL_TO_ALL = Collective("alltoall", _all_to_all, _bytes_of_all_to_all)
+GATHER = Collective("gather", _gather, _bytes_of_gather)
+BROADCAST = Collective("broadcast", _broadcast, _bytes_of_broadcast)
 DIRECT_BYTES = 1 << 22
 """Bytes that a rank gets in an all-gather, up to which each rank sends its own part to all others at once. Larger parts
 go around a ring."""
@@ -205,32 +199,3 @@ def _with_sizes(route: Route, concatenates: bool) -> Route:
             found.append(replace(leg, carries=Carries.SIZES))
         found.append(leg)
     return found
-
-
-def formula_of(route: Route) -> str:
-    """Return the formula, as text, for the bytes that a rank sends along a route, for a payload of p bytes on W ranks:
-    the sum of the legs' formulas. Empty if a collective has none.
-
-    >>> formula_of([Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)])
-    '~2p'
-    >>> formula_of([Leg(GATHER, Carries.GRADIENTS, 0), Leg(BROADCAST, Carries.MEANS, 0)])
-    'p; 2(W-1)p in and out of the destination'
-    """
-    ranks, root = Counter[str](), Counter[str]()
-    for leg in route:
-        formula = leg.collective.formula
-        if not formula and not leg.collective.of_root:
-            return ""
-        if leg.root is None and leg.carries in (Carries.MEANS, Carries.SUMS):  # a rank's piece, of p / W bytes
-            formula = formula.replace("(W-1)p", "~p")
-        ranks[formula] += 1
-        root[leg.collective.of_root] += 1
-    each = [_times(count, formula) for formula, count in ranks.items() if formula]
-    at_root = [f"{_times(count, formula)} in and out of the destination" for formula, count in root.items() if formula]
-    return "; ".join([*each, *at_root])
-
-
-def _times(count: int, formula: str) -> str:
-    if count == 1:
-        return formula
-    return f"~{count}{formula[1:]}" if formula.startswith("~") else f"{count}{formula}"

@@ -113,7 +113,7 @@ class Traffic:
     elements: int = 0
     codec_seconds: float = 0.0
     wait_seconds: float = 0.0
-    reported: tuple[float, ...] = field(default=(0, 0, 0.0, 0.0), repr=False)
+    reported: tuple[float, ...] = field(default=(), repr=False)
     _counted: dict[str, int] = field(default_factory=dict, repr=False)
     _uncounted: dict[int, tuple[list[str], list[int], int]] = field(default_factory=dict, repr=False)
     """Names and bytes of payloads that are not in ``_counted`` yet, and how often. Steps pass the same lists, so they

@@ -41,12 +41,7 @@ from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError, p
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.codec import PerVariableCodec
 from grace.exchange.fused_codec import fused_codec
-from grace.exchange.header import (
-    PRESENT,
-    Header,
-    resolve_headers,
-    shares_stamps,
-)
+from grace.exchange.header import PRESENT, Header, resolve_headers, shares_stamps
 from grace.exchange.layout import Layout
 from grace.exchange.mean_encoder import MeanEncoder
 from grace.exchange.payload_errors import PayloadErrors

@@ -443,10 +443,9 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
             parts[kind].state[name] = value
     for _, component in runner.components:
         component.state.commit()
-    if loaded.step is None:
-        return
-    runner.run_id = f"{zlib.crc32(f'{runner.run_id} {loaded.id}'.encode()):08x}"  # later saves need other ids
-    runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
+    if loaded.step is not None:
+        runner.run_id = f"{zlib.crc32(f'{runner.run_id} {loaded.id}'.encode()):08x}"  # later saves need other ids
+        runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
     # After the loss scale is set, in whose units the means are.
     runner.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
     runner.on_resume()

@@ -22,6 +22,7 @@ the device while it encoded.
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from grace.core.compressor import Tensor
 from grace.exchange.bucket import Traffic
@@ -41,7 +42,7 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
     [('bytes_dense', 40.0), ('bytes_sent', 10.0), ('ratio', 4.0)]
     """
     now = traffic.sent_bytes, traffic.dense_bytes, traffic.codec_seconds, traffic.wait_seconds
-    sent, dense, encode, wait = (float(a - b) for a, b in zip(now, traffic.reported, strict=True))
+    sent, dense, encode, wait = (float(a - b) for a, b in zip_longest(now, traffic.reported, fillvalue=0))
     traffic.reported = now
     found = {
         "bytes_sent": sent,

@@ -17,7 +17,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,7 @@ from grace.session.state_schema import checksum
 
 
 class Held(Component):
-    """Tensors by shard, or by buffer of the model, that checkpoints hold beside the state of compressors and
-    memories."""
+    """Owner of tensors by shard, or by buffer of the model, beside the state of compressors and memories."""
 
     kind = "outer"
     stateful = True
@@ -51,6 +50,36 @@ class Held(Component):
 
     def keeps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
+
+
+class LocalModel:
+    """Model that a rank trains alone, as outer rounds read and change it. Sessions of frameworks derive theirs."""
+
+    def read(self, shard: Shard) -> Tensor:
+        """Return this rank's parameters of a shard."""
+        raise NotImplementedError
+
+    def write(self, shard: Shard, value: Tensor) -> None:
+        """Overwrite this rank's parameters of a shard."""
+        raise NotImplementedError
+
+    def clear_optimizer(self, shard: Shard) -> None:
+        """Clear the inner optimizer's state of a shard whose parameters were not finite."""
+
+    def read_buffers(self) -> Mapping[str, Tensor]:
+        """Return the model's buffers by name."""
+        return {}
+
+    def write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite the model's buffers that are named."""
+
+    def average_buffers(self) -> None:
+        """Average the model's buffers over ranks. Called after a round of the last fragment."""
+
+    def any_overflow(self, own: bool) -> bool:
+        """Return True if a drift is not finite on this rank, as ``own`` says, or on one that has other parts of the
+        same parameters."""
+        return own
 
 
 @dataclass(eq=False)
@@ -99,9 +128,6 @@ class Fragment:
 class OuterRounds:
     """Rounds of the shards that ranks train alone; empty (and False) if there are none.
 
-    The session sets ``read``, which returns a shard's parameters as a tensor, and ``write``, which overwrites them; and
-    likewise ``read_buffers``, which returns the model's buffers by name, and ``write_buffers``.
-
     Args:
         runner: the runner of the other shards, whose channel, thread and counters are used.
         shards: the shards.
@@ -111,6 +137,7 @@ class OuterRounds:
         anchors: the anchors, by shard.
         shared_buffers: the model's buffers after the last round.
         at: the number of iterations after which rounds were run.
+        model: the model that this rank trains, set by its session.
     """
 
     def __init__(self, runner: Any, shards: Sequence[Shard]):
@@ -140,22 +167,15 @@ class OuterRounds:
         self.at = 0
         self.has_anchors = False
         """True if there are anchors."""
+        self.shares_anchors = True
+        """True until all ranks have compared their anchors, in the first round after they were taken."""
         backend = runner.backend
         self.warns_if_unequal = backend.size > 1 and backend.number_of(backend.rank) == 0
         """True if :meth:`warn_if_unequal` is to print a line: on rank 0, until it has, or until the program has asked
         for the parameters that all ranks share, by :meth:`at_anchor` or :meth:`flush`."""
         self._own: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         """The parameters and buffers of this rank while it has the anchors for parameters."""
-        self.read: Callable[[Shard], Tensor]
-        self.write: Callable[[Shard, Tensor], None]
-        self.read_buffers: Callable[[], Mapping[str, Tensor]] = dict
-        self.write_buffers: Callable[[Mapping[str, Tensor]], object] = dict
-        self.clear_optimizer: Callable[[Shard], object] = id
-        """Clears what the inner optimizer keeps of a shard whose parameters were not finite."""
-        self.sync_buffers: Callable[[], object] = dict
-        """Averages the model's buffers over ranks. Called after a round of the last fragment."""
-        self.any_overflow: Callable[[bool], bool] = bool
-        """Returns True if its argument is, on this rank or on one that has other parts of the same parameters."""
+        self.model = LocalModel()
 
     def __bool__(self) -> bool:
         return bool(self.fragments)
@@ -209,14 +229,14 @@ class OuterRounds:
         """
         for shard in self.shards:
             if anew or shard.variable.name not in self.anchors.state:
-                self._keep(shard, _copy(self.read(shard), _wide(shard)))
+                self._keep(shard, _copy(self.model.read(shard), _wide(shard)))
         self.anchors.state.commit()
         self.has_anchors = True
 
     def _keep(self, shard: Shard, anchor: Tensor) -> None:
         fragment = self.fragment_of[shard.variable.name]
         k = kernels_of(anchor)
-        kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.to_device_of(anchor, self.read(shard))
+        kept = k.to_host([anchor])[0] if fragment.optimizer.offload else k.to_device_of(anchor, self.model.read(shard))
         self.anchors.state[shard.variable.name] = kept
 
     def _anchor(self, shard: Shard, like: Tensor) -> Tensor:
@@ -235,7 +255,7 @@ class OuterRounds:
             if self._moved(fragment) or not all(itertools.starmap(self._is_anchor, own)):
                 self._local.state.update({shard.variable.name: value for shard, value in own})
         shared = self.shared_buffers.state
-        for name, own in (self.read_buffers() if self._own is None else self._own[1]).items():
+        for name, own in (self.model.read_buffers() if self._own is None else self._own[1]).items():
             if self.has_anchors and not (name in shared and _equal(own, shared[name])):
                 self._local_buffers.state[name] = own
         for part in (self._local, self._coming, self._local_buffers):
@@ -255,6 +275,8 @@ class OuterRounds:
         self.at = self.runner.context.step
         self._own = None
         self.has_anchors = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
+        # Of one save anchors are equal, unless they were taken anew on each rank, and no round has compared them.
+        self.shares_anchors = not self.has_anchors or self.at < self._first_round
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
             fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at
@@ -264,7 +286,7 @@ class OuterRounds:
             fragment.coming = {n: self._coming.state[n] for n in names if n in self._coming.state} or None
             for shard in fragment.shards if self.has_anchors else ():
                 self._restore_shard(shard, fragment.optimizer)
-        self.write_buffers({**self.shared_buffers.state, **self._local_buffers.state})
+        self.model.write_buffers({**self.shared_buffers.state, **self._local_buffers.state})
         self._clear_saved()
 
     def _restore_shard(self, shard: Shard, optimizer: OuterOptimizer) -> None:
@@ -277,24 +299,25 @@ class OuterRounds:
             part.state.commit()
         self.anchors.state.commit()
         own = self._local.state.get(name)
-        self.write(shard, self._anchor(shard, self.read(shard)) if own is None else own)
+        self.model.write(shard, self._anchor(shard, self.model.read(shard)) if own is None else own)
 
     @contextlib.contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Return a context in which parameters are the anchors, and buffers those of the last round, which all ranks
         share."""
         self.warns_if_unequal = False
-        buffers = {name: _copy(buffer) for name, buffer in self.read_buffers().items()}  # an evaluation changes them
+        # Copies: an evaluation changes buffers.
+        buffers = {name: _copy(buffer) for name, buffer in self.model.read_buffers().items()}
         # Contexts may be nested; before the first step nothing has moved.
         outermost = self.has_anchors and self._own is None
         if outermost:
-            self._own = {shard.variable.name: _copy(self.read(shard)) for shard in self.shards}, buffers
+            self._own = {shard.variable.name: _copy(self.model.read(shard)) for shard in self.shards}, buffers
         own, held = self._own, self.has_anchors
         try:
             if outermost:
                 for shard in self.shards:
-                    self.write(shard, self._anchor(shard, self.read(shard)))
-                self.write_buffers(self.shared_buffers.state)
+                    self.model.write(shard, self._anchor(shard, self.model.read(shard)))
+                self.model.write_buffers(self.shared_buffers.state)
             yield
         finally:
             # A last round, or a state that was loaded meanwhile, has ended the context.
@@ -302,7 +325,7 @@ class OuterRounds:
                 if outermost:
                     self.leave_anchors()
                 else:
-                    self.write_buffers(buffers)
+                    self.model.write_buffers(buffers)
 
     def leave_anchors(self) -> None:
         """Return to this rank's own parameters and buffers, if it has the anchors for parameters."""
@@ -310,8 +333,8 @@ class OuterRounds:
             return
         (own, buffers), self._own = self._own, None
         for shard in self.shards:
-            self.write(shard, own[shard.variable.name])
-        self.write_buffers(buffers)
+            self.model.write(shard, own[shard.variable.name])
+        self.model.write_buffers(buffers)
 
     def changed_at_anchor(self) -> list[str]:
         """Return the names of shards that are not the anchors any more, in the context of :meth:`at_anchor`, whose end
@@ -342,7 +365,7 @@ class OuterRounds:
             self.take_anchors()
         while self.at < self.runner.context.step:
             self.at += 1
-            if self.at == self._first_round:
+            if self.shares_anchors and any(fragment.until_sent(self.at) == 0 for fragment in self.fragments):
                 self._share_anchors()
             for fragment in self.fragments:
                 # Applied before it is sent again: its delay is shorter than its period.
@@ -361,6 +384,7 @@ class OuterRounds:
     def _share_anchors(self) -> None:
         """Give all ranks rank 0's anchors, if those of ranks differ: a forward pass before the first update may change
         parameters by this rank's data, as ``Embedding(max_norm=...)`` and initialization by the first batch do."""
+        self.shares_anchors = self.at < self._first_round
         backend, anchors = self.runner.backend, self.anchors.state
         if len(set(gather_or_raise(backend, "a first outer round", checksum(dict(anchors))))) == 1:
             return
@@ -381,7 +405,7 @@ class OuterRounds:
             return
         self.leave_anchors()
         self.take_anchors()
-        if self.at < self._first_round:
+        if self.shares_anchors:
             self._share_anchors()
         for fragment in self.fragments:
             if fragment.travels:
@@ -412,7 +436,7 @@ class OuterRounds:
 
     def _at_anchor(self, shard: Shard) -> bool:
         """Return True if a shard has the values of its anchor."""
-        return self._is_anchor(shard, self.read(shard))
+        return self._is_anchor(shard, self.model.read(shard))
 
     def _is_anchor(self, shard: Shard, x: Tensor) -> bool:
         """Return True if x has the values that a shard's anchor has in the parameters' dtype, which may be narrower."""
@@ -421,7 +445,7 @@ class OuterRounds:
 
     def _own_values(self, shard: Shard) -> Tensor:
         """Return this rank's parameters of a shard, also while it has the anchors for parameters."""
-        return self.read(shard) if self._own is None else self._own[0][shard.variable.name]
+        return self.model.read(shard) if self._own is None else self._own[0][shard.variable.name]
 
     def _moved(self, fragment: Fragment) -> bool:
         """Return True if this rank may have left the anchors of a fragment."""
@@ -455,7 +479,7 @@ class OuterRounds:
 
     def drift(self, shard: Shard) -> Tensor:
         """Return this rank's drift, the pseudogradient of DiLoCo: anchor minus parameters, in the parameters' dtype."""
-        x = self.read(shard)
+        x = self.model.read(shard)
         k = kernels_of(x)
         # NumPy's sums of 0-d arrays are no arrays
         anchor, own = (k.reshape(one, _at_least_1d(x)) for one in (self._anchor(shard, x), k.cast(x, _wide(shard))))
@@ -501,7 +525,7 @@ class OuterRounds:
         """Commit the memories of a round and keep its means; drop both, and return False, if a drift was not finite on
         a rank."""
         fragment.coming = {}
-        if self.any_overflow(any(outcome.overflow for outcome in outcomes)):
+        if self.model.any_overflow(any(outcome.overflow for outcome in outcomes)):
             self._roll_back(fragment)
             self._return_to_anchors()
             return False
@@ -526,7 +550,7 @@ class OuterRounds:
         with recorder.phase("outer step", "part"):
             for shard in fragment.shards:
                 name = shard.variable.name
-                x = self.read(shard)
+                x = self.model.read(shard)
                 if name in means:
                     k = kernels_of(x)
                     shape, some = tuple(x.shape), _at_least_1d(x)
@@ -537,14 +561,14 @@ class OuterRounds:
                     if merge > 0:
                         now, own = k.reshape(now, some), k.reshape(k.cast(x, _wide(shard)), some)
                         now = k.reshape(now + merge * (own - now), shape)
-                    self.write(shard, now)
+                    self.model.write(shard, now)
             for part in (self.anchors, *fragment.optimizer.named_components().values()):
                 part.state.commit()
         if means:
             # With merge > 0 parameters keep a part of their drift, so they are not the anchors.
             fragment.applied_at = self.runner.context.step if merge == 0 else -1
         if fragment.number == fragment.outer.fragments - 1:
-            self.sync_buffers()
+            self.model.average_buffers()
 
     def _parts(self, fragment: Fragment) -> list[Component]:
         """Return the parts that a round of a fragment changes."""
@@ -560,10 +584,10 @@ class OuterRounds:
         """Let this rank start anew from the anchors where its parameters are not finite. Other ranks keep their drifts
         for the next round."""
         # Of all fragments: with one that is still lost, the next forward pass would spoil the others again.
-        lost = [shard for shard in self.shards if not _finite(self.read(shard))]
+        lost = [shard for shard in self.shards if not _finite(self.model.read(shard))]
         for shard in lost:
-            self.write(shard, self._anchor(shard, self.read(shard)))
-            self.clear_optimizer(shard)
+            self.model.write(shard, self._anchor(shard, self.model.read(shard)))
+            self.model.clear_optimizer(shard)
         if lost:
             backend = self.runner.backend
             warnings.warn(

@@ -114,9 +114,9 @@ class Resharding:
                 found[kind] = self._convert_buffers(kind, names)
                 continue
             if kind.partition(".")[0] not in KINDS and kind not in kept:
-                self._convert_or_drop(self._refuse_kind, kind)
+                self._refuse_or_drop(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
             for name in sorted(names - known):
-                self._convert_or_drop(self._refuse_name, kind, name)
+                self._refuse_or_drop(_unknown_name(kind, name))
             for name, parts in parts_of.items():
                 if parts & names:
                     found[kind].update(self._convert_or_drop(self._convert, kind, name))
@@ -138,7 +138,7 @@ class Resharding:
         for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
-                self._convert_or_drop(self._refuse_name, "mean", name)
+                self._refuse_or_drop(_unknown_name("mean", name))
             for name, old in self.before.items():
                 if any(part in step for part in _part_names(name, old)):
                     new[-1].update(self._convert_or_drop(self._convert_pending, name, old, step))
@@ -149,24 +149,19 @@ class Resharding:
         try:
             return convert(*what)
         except Misfit as why:
-            if self.strict:
-                raise ConfigError(f"{why}, {self.runner.context.api_names.otherwise}") from None
-            self.dropped.append(str(why))
+            self._refuse_or_drop(str(why))
             return {}
 
-    def _refuse_kind(self, kind: str) -> Values:
-        raise Misfit(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
-
-    def _refuse_name(self, kind: str, name: str) -> Values:
-        raise Misfit(
-            f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the "
-            "parameters the names that they were saved with"
-        )
+    def _refuse_or_drop(self, why: str) -> None:
+        """Raise ConfigError for state that does not fit if strict, else note that it is dropped."""
+        if self.strict:
+            raise ConfigError(f"{why}, {self.runner.context.api_names.otherwise}") from None
+        self.dropped.append(why)
 
     def _convert(self, kind: str, name: str) -> Values:
         """Return one kind of state of one variable, by this run's parts."""
         if name not in self.now:
-            self._refuse_name(kind, name)
+            raise Misfit(_unknown_name(kind, name))
         old, cut, base = self.before[name], self.now[name], kind.partition(".")[0]
         self._check_shape(f"the {kind}", name)
         if base in ("memory", "answer_memory", "shard_memory"):
@@ -193,7 +188,7 @@ class Resharding:
         those of the last round."""
         if kind == "local_buffer" and self.everyone is not None and len(self.everyone) != self.size:
             return {}
-        now = self.runner.outer_rounds.read_buffers()
+        now = self.runner.outer_rounds.model.read_buffers()
         found: Values = {}
         for name in sorted(names):
             value = self._value_of(kind, name)
@@ -288,6 +283,10 @@ class Resharding:
             # As many ranks as before: each goes on with its own state, bit for bit.
             return self.everyone[self.rank].get(kind, {}).get(part)
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
+        anchor = self.saved["state"].get("anchor", {}).get(part)
+        if kind == "local" and values and anchor is not None:  # ranks without parameters of their own have the anchor
+            k = kernels_of(anchor)
+            values += [k.cast(anchor, k.dtype(values[0]))] * (len(self.everyone) - len(values))
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
 
     def _fits(self, kind: str, part: str, value: Value) -> bool:
@@ -343,7 +342,7 @@ class Resharding:
     def _convert_pending(self, name: str, old: Partition, step: Values) -> Values:
         """Return the means of one variable that are still to be applied, by this run's parts."""
         if name not in self.now:
-            self._refuse_name("mean", name)
+            raise Misfit(_unknown_name("mean", name))
         cut = self.now[name]
         self._check_shape("a mean", name)
         if _cut_alike(old, cut):
@@ -364,6 +363,14 @@ class Resharding:
             if why:
                 raise Misfit(f"the checkpoint holds a mean of {part!r} that was still to be applied, which {why}")
         return values
+
+
+def _unknown_name(kind: str, name: str) -> str:
+    """Return the reason why state of a name that this run does not have does not fit."""
+    return (
+        f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the parameters the names "
+        "that they were saved with"
+    )
 
 
 def _cut_alike(old: Partition, cut: Partition) -> bool:

@@ -27,17 +27,11 @@ from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.agreement import DRIFTED, ESTIMATED, compare_facts, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
-from grace.session.outer_rounds import OuterRounds
+from grace.session.outer_rounds import Held, OuterRounds
 from grace.session.sharding import Shard, hierarchical, make_buckets, uncompressed
 from grace.session.versions import versions
 
 AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
-
-
-class CarriedOver(Component):
-    """Owner of means that an earlier run or plan still had to apply, by shard."""
-
-    kind = "carried_over"
 
 
 @dataclass
@@ -145,7 +139,7 @@ class StepRunner:
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
         self._step_components: list[Component] | None = None
-        self._carried_over_owner = CarriedOver()
+        self._carried_over_owner = Held(shared=False)
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
         self.carried_over = self._carried_over_owner.state
         """Delayed means that a checkpoint or the former plan had not applied yet, by shard. The next successful step

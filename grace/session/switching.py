@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.memory import ErrorFeedback
-from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
@@ -59,7 +58,7 @@ def switch_plan(
         # Memories that do not fit are expected: their residuals go into carried_over instead of a warning.
         loaded.dropped = []
         # Collectives: only after all ranks have agreed to switch.
-        carried_over = inside(made, _lost_residuals(former, made, like, made.mean))
+        carried_over = inside(made, _lost_residuals(former, made, like))
     except BaseException:
         made.close()
         raise
@@ -90,9 +89,7 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
     made.shard_label = former.shard_label
     made.warned_own_state = former.warned_own_state
     made.traffic = former.traffic
-    if former.outer_rounds:
-        for name in ("read", "write", "read_buffers", "write_buffers"):
-            setattr(made.outer_rounds, name, getattr(former.outer_rounds, name))
+    made.outer_rounds.model = former.outer_rounds.model
     return made
 
 
@@ -107,12 +104,7 @@ def returns_to_step(alone: Iterable[str], runner: StepRunner) -> bool:
     return any(name == whole or name.startswith(f"{whole}/") for name in alone for whole in in_step)
 
 
-def _lost_residuals(
-    former: StepRunner,
-    made: StepRunner,
-    like: Callable[[str], Tensor],
-    mean: Callable[[Bucket, Sequence[Tensor]], list[Tensor]],
-) -> dict[str, Tensor]:
+def _lost_residuals(former: StepRunner, made: StepRunner, like: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return the means over ranks of residuals that the new plan has no memory for, by its shards."""
     lost: dict[str, list[Shard]] = {}
     for name, parts in former.shards_of.items():
@@ -125,8 +117,7 @@ def _lost_residuals(
     found: dict[str, Tensor] = {}
     for bucket in make_buckets([Shard(variable, variable, made.averaging) for variable in whole]):
         values = [_residual(former.shards_of[name], like(name)) for name in bucket.names]
-        means = mean(dataclasses.replace(bucket, communicator=made.averaging), values)
-        found.update(zip(bucket.names, means, strict=True))
+        found.update(zip(bucket.names, made.mean(bucket, values), strict=True))
     return {shard.variable.name: shard.slice_of(found[name]) for name, shards in lost.items() for shard in shards}
 
 

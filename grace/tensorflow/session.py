@@ -17,14 +17,12 @@ from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Traffic
-from grace.kernels import kernels_of
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.metrics import metrics
 from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings
-from grace.session.sharding import Shard
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.session.switching import build_replacement, switch_plan
@@ -33,9 +31,10 @@ from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import refuse_distribute
+from grace.tensorflow.local_model import KerasModel, ModelInGraph
 from grace.tensorflow.reductions import assign_means, largest, summed
 from grace.tensorflow.representation import Tensors, from_tensors, representation_of
-from grace.tensorflow.sharding import Mean, cut, put
+from grace.tensorflow.sharding import Mean
 from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
@@ -143,31 +142,11 @@ class Session:
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
         for i, bucket in enumerate(runner.outer_rounds.buckets):
             bucket.label = f"{self.label}.outer.{i}"
-        me = weakref.proxy(self)  # the runner must not keep the session alive
-        runner.outer_rounds.read = functools.partial(Session._read, me)
-        runner.outer_rounds.write = functools.partial(Session._write, me)
-        runner.outer_rounds.clear_optimizer = functools.partial(Session._clear_optimizer, me)
+        runner.outer_rounds.model = KerasModel(self)
 
     def variable(self, name: str) -> tf.Variable:
         """Return one of the variables."""
         return value_of(self.variables[self.names.index(name)])
-
-    def _read(self, shard: Shard) -> Tensor:
-        """Return the values of a shard, for outer rounds."""
-        with tf.init_scope():  # a state may be loaded while a graph is traced
-            return self.from_tensors(cut(shard, tf.convert_to_tensor(self.variable(shard.whole.name))))
-
-    def _write(self, shard: Shard, value: Tensor) -> None:
-        with tf.init_scope():
-            put(shard, self.variable(shard.whole.name), self.representation.to_tensor(value))
-
-    def _clear_optimizer(self, shard: Shard) -> None:
-        """Clear the optimizer's slots that are not finite, as those of a shard whose variable was not: a moment that is
-        NaN would spoil the next update again."""
-        for slot in self.optimizer_variables():
-            value = value_of(slot)
-            if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
-                value.assign(tf.zeros_like(value))
 
     def _load(self, saved: SavedState | None, memory: str) -> None:
         former, auto = self.runner, self.auto
@@ -322,29 +301,13 @@ class Session:
         """Call a method of the rounds on these values of variables, and return their values after it."""
         rounds = self._current_rounds()
         whole = {name: self.from_tensors(value) for name, value in values.items()}
-
-        def read(shard: Shard) -> Tensor:
-            return shard.slice_of(whole[shard.whole.name])
-
-        def write(shard: Shard, value: Tensor) -> None:
-            before = whole[shard.whole.name]
-            k = kernels_of(before)
-            value = k.cast(value, k.dtype(before))
-            if shard.axis is not None:
-                front = (slice(None),) * shard.axis
-                before_shard, after_shard = (*front, slice(shard.start)), (*front, slice(shard.stop, None))
-                value = k.concat([before[before_shard], value, before[after_shard]], shard.axis)
-            whole[shard.whole.name] = value
-
         # The graph holds the variables' values: for this call rounds work on these, not on the variables themselves.
-        reading, writing = rounds.read, rounds.write
-        rounds.read = read
-        rounds.write = write
+        model, rounds.model = rounds.model, ModelInGraph(self, whole)
         try:
             with self.representation.computing():
                 method(rounds)
         finally:
-            rounds.read, rounds.write = reading, writing
+            rounds.model = model
         return [self.representation.to_tensor(value) for value in whole.values()]
 
     def flush(self) -> None:

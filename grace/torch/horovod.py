@@ -252,7 +252,7 @@ class HorovodSession(Session):
             self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
             if not self.checked:
-                self.check()
+                self.check_unchanged_optimizer()
             self.start_remaining()
             self.complete()
         if self.auto is not None:
@@ -261,7 +261,7 @@ class HorovodSession(Session):
 
     def synchronize_once(self) -> None:
         """Synchronize before ``step()``, as Horovod's ``step()`` does."""
-        self.check()
+        self.check_unchanged_optimizer()
         optimizer = self.optimizer
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
             self.finish_exchange()
@@ -308,7 +308,7 @@ class HorovodOptimizer(_DistributedOptimizer):
                 alive.optimizer._synchronized = False
             else:
                 if not alive.checked:
-                    alive.check()
+                    alive.check_unchanged_optimizer()
                 _DistributedOptimizer._make_hook(alive.optimizer, p)(*ignore)
 
         return hook

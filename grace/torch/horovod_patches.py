@@ -68,7 +68,11 @@ class BroadcastableState:
         parameters.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
         session = optimizer._grace
         if session is not None and session.context.size == backend.size:  # a process set has other rank numbers
-            session.runner.broadcast_state(caller.f_locals["root_rank"])
+            runner = session.runner
+            runner.broadcast_state(caller.f_locals["root_rank"])
+            if runner.outer_rounds and runner.outer_rounds.at != runner.context.step:
+                # This rank was elsewhere in the period: as in elastic runs, it starts from the root's anchors.
+                runner.outer_rounds.restore()
         for p in (p for group in optimizer.param_groups for p in group["params"] if fresh and p.requires_grad):
             p.grad = torch.zeros_like(p)
         return {"state": {None: {}}, "param_groups": []}

@@ -118,7 +118,7 @@ class HookedSession(Session):
             if self.in_no_sync:
                 return
             if not self.checked:
-                self.check()
+                self.check_unchanged_optimizer()
             count = self.pass_counts.get(name, 0) + 1
             if count > self.passes:
                 if not self.buckets_of[name]:
@@ -181,7 +181,7 @@ class HookedSession(Session):
                 self.check_unchanged_gradients()
                 self._check_waiting_gradients()
             if not self.checked:
-                self.check()
+                self.check_unchanged_optimizer()
             while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
             self.wait_and_write_means()
@@ -213,7 +213,7 @@ class HookedSession(Session):
 
     def synchronize_once(self) -> None:
         """Synchronize before ``step()``, unless the user has synchronized since the last step."""
-        self.check()
+        self.check_unchanged_optimizer()
         if not self.synchronized:
             self.finish_exchange()
         self.synchronized = False

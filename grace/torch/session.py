@@ -2,7 +2,6 @@
 means back into it."""
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
-from grace.core.live_instances import live_instances
-from grace.core.variable import Variable, unwrap_names
+from grace.core.variable import Variable
 from grace.core.weak_calls import WeakCall
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
@@ -30,7 +28,7 @@ from grace.session.hyperparameters import hyperparameter_facts, momentum_owners
 from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, make_buckets
+from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
 from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
@@ -43,6 +41,7 @@ from grace.torch.gradient_uses import UnusedMeans
 from grace.torch.gradients import dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
+from grace.torch.local_model import TorchModel
 from grace.torch.parameters import (
     NamedParameters,
     broadcast_parameters,
@@ -65,10 +64,6 @@ if TYPE_CHECKING:  # the planner is loaded only by who asks for it
 NO_NUMBERS = {"params", "param_names"}
 """Entries of a parameter group that are no hyperparameters."""
 IMMUTABLE = {int, float, bool, str, type(None)}
-
-
-FINITE = "the buffers that are finite"
-"""Name of the flags that travel beside buffers."""
 CHANGED = "was changed after its exchange began (by clipping, unscaling or another backward pass)"
 CHANGED_EARLY = "was changed before its exchange began (by clipping, unscaling or another backward pass)"
 
@@ -146,10 +141,8 @@ class Session:
         self.group_number = {name: group_of[id(p)] for name, p in self.parameters.items()}
         """Number of the optimizer's parameter group by parameter name."""
         # 4. Outer rounds, and tables of buckets.
-        self.buffer_places = _places_of_buffers(parameters)
-        """Buffers of a module, which are averaged after outer rounds: the module and name of each."""
-        self.first_buffers = {name: buffer.to("meta") for name, buffer in self._current_buffers()}
-        """Shapes and dtypes that they had when the optimizer was made distributed."""
+        self.local_model = TorchModel(self, parameters)
+        """Access of outer rounds to parameters, buffers and the optimizer's state."""
         self.outer_rounds: OuterRounds | None = None
         """The outer rounds of parameters that ranks train alone; None if there are none."""
         self._connect_rounds()
@@ -200,7 +193,7 @@ class Session:
             backend,
             self.context,
             facts,
-            self._check,
+            self._check_communicator,
             backend.elastic,
             self.settings.hierarchical,
             self.settings.compress_after,
@@ -302,29 +295,16 @@ class Session:
         """Return the names of parameters that share no bucket, unless the user puts them into one."""
         return ()
 
-    def _current_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of a module that exist, with their names."""
-        for name, (module_ref, own_name) in self.buffer_places.items():
-            buffer = getattr(module_ref(), own_name, None)
-            if isinstance(buffer, torch.Tensor):
-                yield name, buffer
-
-    def _read_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers of a module that have the shapes of the beginning. They are looked up each time, as in
-        DDP: modules may assign other tensors, as ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`` does."""
-        first = self.first_buffers
-        return {name: buffer for name, buffer in self._current_buffers() if buffer.shape == first[name].shape}
-
     @property
     def in_progress(self) -> bool:
         """True if a step is in progress: exchanges were begun, or are about to be, that may still be dropped."""
         return self.runner.in_progress
 
-    def _check(self, communicator: Communicator) -> None:
+    def _check_communicator(self, communicator: Communicator) -> None:
         """Refuse a communicator that does not go with the optimizer."""
         check_optimizer(communicator, self.optimizer)
 
-    def check(self) -> None:
+    def check_unchanged_optimizer(self) -> None:
         """Check before the first collective of a step that the optimizer can still make this step.
 
         Raises:
@@ -483,12 +463,12 @@ class Session:
         self.commit_used_means()
         self.flush()
         own = self.parameters.__getitem__
-        self.switch_runner(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
+        self.switch_runner(switch_plan(self.runner, plan, own, self._check_communicator, self._check_plan), plan)
 
     def build_runner(self, strategy: Strategy) -> tuple[StepRunner, ExchangePlan]:
         """Return a runner for a strategy, into which a state is to be loaded, and its plan. Every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
-        return build_replacement(self.runner, plan, self._check), plan
+        return build_replacement(self.runner, plan, self._check_communicator), plan
 
     def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
         """Replace the runner and its plan, between two steps."""
@@ -526,10 +506,8 @@ class Session:
                 gradient = p.grad  # dense_gradient may have replaced it by a dense one
             held.append(gradient)
             versions.append(0 if gradient is None else gradient._version)
-        self.gradient_versions[bucket.index] = (
-            held,
-            versions,
-        )  # to notice gradients that are changed before the means arrive
+        # To notice gradients that are changed before the means arrive.
+        self.gradient_versions[bucket.index] = held, versions
         with self.abandoning_on_error():
             self.runner.start_round_trip(bucket, gradients, [gradient is not None for gradient in held])
 
@@ -702,32 +680,19 @@ class Session:
     def keeping_own(self) -> Iterator[None]:
         """Return a context at whose end parameters that this rank trains alone, and buffers, are as before it."""
         held = self.runner.outer_rounds.has_anchors
-        own = [tensor.detach() for tensor in (*self.parameters.values(), *self._read_buffers().values()) if held]
+        tensors = (*self.parameters.values(), *self.local_model.read_buffers().values()) if held else ()
+        own = [tensor.detach() for tensor in tensors]
         before = [tensor.clone() for tensor in own]
         yield
         for tensor, value in zip(own, before, strict=True):
             tensor.copy_(value)
 
-    @torch.no_grad()
-    def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, buffer in self._read_buffers().items():
-            if name in values:
-                buffer.copy_(values[name])
-
     def _connect_rounds(self) -> None:
-        """Let outer rounds read and write parameters."""
+        """Let outer rounds read and change the model."""
         self.outer_rounds = rounds = self.runner.outer_rounds or None
         if rounds is None:
             return
-        me = weakref.proxy(self)  # the runner must not keep the session alive
-        rounds.read = partial(Session._parameters_of, me)
-        rounds.write = partial(Session._set_parameters, me)
-        rounds.read_buffers = partial(Session._read_buffers, me)
-        rounds.write_buffers = partial(Session._set_buffers, me)
-        rounds.clear_optimizer = partial(Session._clear_optimizer, me)
-        rounds.sync_buffers = partial(Session._average_buffers, me)
-        if self.shard_group is not None:
-            rounds.any_overflow = partial(self.shard_group.any, place="the comparison of drifts")
+        rounds.model = self.local_model
         if self.grad_scaler is None:
             names = rounds.context.api_names
             advice = "(if a GradScaler skipped it, give grad_scaler=; if its data ended, give all ranks as much)"
@@ -735,53 +700,8 @@ class Session:
         elif not any(isinstance(hook, ScalerHook) for hook in self.hooks):
             # A rank whose scaler skips the step runs the rounds after the scaler's update.
             self.hooks.append(ScalerHook(self.grad_scaler, self.run_rounds))
-        if self.buffer_places and self.runner.backend.rank == 0:
-            warnings.warn(
-                f"the buffers of the model ({next(iter(self.buffer_places))}, ...) differ by rank while ranks train "
-                "alone: their means over ranks replace them at each round",
-                stacklevel=7,
-            )
-        unknown = not self.buffer_places and next(unknown_buffers(self.parameters), None)
-        if unknown and self.runner.backend.rank == 0:
-            warnings.warn(
-                f"the buffers of the model ({unknown}, ...) may differ by rank while ranks train alone, and are not "
-                "averaged: pass the model itself as named_parameters, and their means replace them at each round",
-                stacklevel=7,
-            )
-
-    @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """Replace each buffer by its mean over the ranks on which it is finite."""
-        if not self.buffer_places:
-            return
-        own = self._read_buffers()
-        finite = [name in own and bool(own[name].isfinite().all()) for name in self.first_buffers]
-        # Statistics that overflowed on one rank would spoil those of all ranks, and stay so.
-        device = next(iter(self.parameters.values())).device
-        sent: dict[str, torch.Tensor] = {}
-        for (name, first), sound in zip(self.first_buffers.items(), finite, strict=True):
-            at = own[name].device if name in own else device
-            sent[name] = own[name].to(first.dtype) if sound else torch.zeros_like(first, device=at)
-        sent[FINITE] = torch.tensor(finite, dtype=torch.float32, device=next(iter(sent.values())).device)
-        variables = [
-            Variable(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device))
-            for name, t in sent.items()
-        ]
-        averaging = self.runner.averaging
-        means: dict[str, torch.Tensor] = {}
-        for bucket in make_buckets([Shard(variable, variable, averaging) for variable in variables]):
-            values = [sent[name] for name in bucket.names]
-            means.update(zip(bucket.names, self.runner.mean(bucket, values), strict=True))
-        size = self.runner.backend.size
-        for name, count in zip(self.first_buffers, (means[FINITE] * size).round().tolist(), strict=True):
-            if name in own and count:  # a mask of infinities is not finite on any rank
-                own[name].copy_(means[name] if count == size else means[name] * (size / count))
-        if self.shard_group is not None:
-            for buffer in own.values():
-                buffer.copy_(self.shard_group.sum(buffer, "the mean of buffers") / len(self.shard_group.ranks))
-        shared = self.runner.outer_rounds.shared_buffers.state
-        shared.update({name: buffer.clone() for name, buffer in own.items()})
-        shared.commit()
+        if self.runner.backend.rank == 0:
+            self.local_model.warn_of_buffers()
 
     def before_update(self) -> None:
         """Take the parameters for anchors before the first update changes them. Called if there are rounds.
@@ -793,25 +713,6 @@ class Session:
         assert rounds is not None
         if rounds.needs_anchors():
             rounds.take_anchors()
-
-    def _parameters_of(self, shard: Shard) -> torch.Tensor:
-        """Return the view of a parameter that a shard is."""
-        return shard.slice_of(local_part(self.parameters[shard.whole.name].data))
-
-    def _set_parameters(self, shard: Shard, value: torch.Tensor) -> None:
-        if self.shard_group is not None:
-            self.shard_group.modules[shard.whole.name].reshard()  # an evaluation leaves gathered values in use
-        self._parameters_of(shard).copy_(value)
-
-    def _clear_optimizer(self, shard: Shard) -> None:
-        """Clear what the optimizer keeps of a parameter, as of a new one, if it is not finite: a moment that is NaN
-        would spoil the next update again."""
-        state = self.optimizer.state.get(self.parameters[shard.whole.name], {})
-        tensors = [local_part(value) for value in state.values() if isinstance(value, torch.Tensor)]
-        lost = [tensor for tensor in tensors if not tensor.isfinite().all()]
-        counters = [tensor for tensor in tensors if tensor.dim() == 0]  # for bias corrections, as of zeros
-        for tensor in (*lost, *counters) if lost else ():
-            tensor.zero_()
 
     def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this
@@ -829,32 +730,6 @@ class Session:
             else:
                 outs.append(None)
         return outs
-
-
-def _places_of_buffers(parameters: NamedParameters) -> dict[str, tuple[weakref.ref[torch.nn.Module], str]]:
-    """Return the modules that have floating-point buffers, and the names there, by the model's name of the buffer; none
-    if the parameters were given without their model."""
-    if not isinstance(parameters, torch.nn.Module):
-        return {}
-    paths = [path for path, buffer in parameters.named_buffers() if buffer.is_floating_point()]
-    places = {}
-    for name, path in zip(unwrap_names(paths), paths, strict=True):
-        module, _, own_name = path.rpartition(".")
-        places[name] = weakref.ref(parameters.get_submodule(module)), own_name
-    return places
-
-
-def unknown_buffers(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yield the names of floating-point buffers in the modules that hold parameters, where the model was not given."""
-    names = {id(p): name for name, p in parameters.items()}
-    for module in live_instances(torch.nn.Module):
-        own = vars(module)
-        held = next((names[id(p)] for p in own.get("_parameters", {}).values() if id(p) in names), None)
-        if held is not None:
-            path = held.rpartition(".")[0]
-            for name, buffer in own["_buffers"].items():
-                if buffer is not None and buffer.is_floating_point():
-                    yield f"{path}.{name}" if path else name
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:

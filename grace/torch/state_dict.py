@@ -348,10 +348,8 @@ def _dcp_caller() -> FrameType | None:
     """Return the frame of the function of ``torch.distributed.checkpoint`` that called the optimizer's method; None if
     no such function did."""
     frame: FrameType | None = sys._getframe(2)
-    if frame is not None and frame.f_code.co_name in (
-        "state_dict",
-        "load_state_dict",
-    ):  # a class between calls it by super(), as under Horovod
+    # A class between calls it by super(), as under Horovod.
+    if frame is not None and frame.f_code.co_name in ("state_dict", "load_state_dict"):
         frame = frame.f_back
     return frame if frame is not None and frame.f_globals.get("__name__") == DCP else None
 

@@ -40,8 +40,8 @@ def around_steps(
     handles = []
 
     def hook(call: Callable) -> Callable:
-        # a compiled step() is compiled without the hooks, which run before and after it
         """Return a torch hook that calls one of Grace's, with True at an inner level of ``step()``."""
+        # A compiled step() is compiled without the hooks, which run before and after it.
         return torch.compiler.disable(lambda _, args, kwargs: call(outer(), args, kwargs, within_step(ids)))
 
     registries: list[object] = []

@@ -9,7 +9,7 @@ import torch
 
 import grace
 from tests.support.pools import on_ranks
-from tests.support.training import digest, distributed, loss_of, net, refusal, state_of, train, weights
+from tests.support.training import copied, digest, distributed, loss_of, net, refusal, state_of, train, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -216,6 +216,24 @@ def test_an_elastic_run_of_outer_rounds_goes_back_to_a_commit_within_a_period_bi
         train(model, optimizer, range(6, 10))
         ends.append(digest([dict(model.state_dict()), state_of(optimizer), optimizer.state_dict()["state"]]))
     assert len(set(ends)) == 1
+
+
+@on_ranks(2, engine="horovodrun-gloo")
+def test_ranks_that_train_alone_take_the_roots_place_in_the_period():
+    """Rank 0 alone loads a state of the middle of a period, and Horovod's functions broadcast it."""
+    import horovod.torch as hvd
+
+    model, optimizer = with_buffers()
+    train(model, optimizer, range(6))
+    saved = copied({"model": model.state_dict(), "optimizer": optimizer.full_state_dict()})
+    resumed_model, resumed = with_buffers()
+    if grace.rank() == 0:
+        resumed_model.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["optimizer"])
+    hvd.broadcast_parameters(resumed_model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(resumed, root_rank=0)
+    train(resumed_model, resumed, range(6, 9))
+    return digest(dict(resumed._grace.runner.outer_rounds.anchors.state))
 
 
 @on_ranks(2, engine="horovodrun-gloo")

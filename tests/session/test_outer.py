@@ -777,6 +777,30 @@ def test_parameters_that_a_program_sets_after_a_round_are_resumed(in_anchor):
     assert resumed.ends() == run.ends()
 
 
+@on_ranks(2)
+def test_a_run_that_resumes_without_its_anchors_goes_on_from_those_of_rank_0():
+    """Each rank loads its own model of the middle of a period, and starts with empty memories."""
+    run = Run(RESUMED["plain"])
+    run.train(range(6))
+    saved = copied({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()})
+    resumed = Run(RESUMED["plain"], seed=9)
+    resumed.model.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"], memory="reset")
+    resumed.train(range(6, 9))
+    return digest(anchors(resumed.optimizer))
+
+
+@on_ranks(2)
+def test_rounds_begin_anew_from_the_state_of_a_plain_optimizer():
+    run = Run(RESUMED["plain"])
+    run.train(range(3))
+    plain = copied(torch.optim.AdamW(net().parameters(), lr=0.01).state_dict())
+    with pytest.warns(UserWarning, match="saved by a plain optimizer"):
+        run.optimizer.load_state_dict(plain, memory="keep")
+    run.train(range(3, 6))
+    return digest(anchors(run.optimizer))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks(2)
 def test_one_file_of_all_ranks_goes_on_bit_for_bit(packed):
@@ -1090,3 +1114,27 @@ def test_ranks_share_anchors_where_the_first_forward_pass_changes_parameters():
         opt.flush()
         assert len(set(opt._grace.runner.backend.allgather_object(digest(weights(model))))) == 1, iterations
         opt.close()
+
+
+def saved_where_one_rank_set_its_parameters(dtype):
+    model = Given(SHAPES, dtype)
+    optimizer = distributed(model, outer="none", period=2)
+    run_given(optimizer, model, range(2))
+    if grace.rank() == 0:
+        for p in model.parameters():
+            p.data.mul_(0.5)
+    means = grace.allreduce(torch.nn.utils.parameters_to_vector(model.parameters()).float())
+    return copied({"state": optimizer.full_state_dict(), "means": means})
+
+
+def loaded_from(saved, dtype):
+    model = Given(SHAPES, dtype)
+    distributed(model, outer="none", period=2).load_state_dict(saved["state"])
+    own = torch.nn.utils.parameters_to_vector(model.parameters()).float()
+    torch.testing.assert_close(own, saved["means"], rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_number_of_ranks_starts_from_the_mean_where_only_some_ranks_had_left_the_anchor(dtype):
+    saved = ranks_of(3).run(saved_where_one_rank_set_its_parameters, dtype)[0]
+    ranks_of(2).run(loaded_from, saved, dtype)

@@ -189,6 +189,19 @@ def test_reset_takes_a_plain_optimizers_checkpoint(two_ranks):
     assert first["state"]["memory"] == {}
 
 
+def test_a_plain_optimizers_checkpoint_drops_means_that_were_still_to_be_applied(local):
+    w = torch.nn.Parameter(torch.zeros(4))
+    inner = sgd([w], lr=1.0)
+    plain = copied(inner.state_dict())
+    optimizer = grace.DistributedOptimizer(inner, [("w", w)], communicator="reduce_broadcast(staleness=1)")
+    for gradient in (1.0, 0.0):
+        optimizer.zero_grad()
+        (gradient * w).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(plain, memory="reset")
+    assert not w.any()
+
+
 def test_a_plain_optimizer_loads_our_state_dict(two_ranks):
     saved = two_ranks.run(saved_states, "topk", False)[0]
     model = net()

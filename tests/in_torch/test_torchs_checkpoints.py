@@ -137,6 +137,15 @@ def by_optimizer():
     return Run(net, opt, grace=grace.torch.Memories(opt))
 
 
+def by_outer_rounds():
+    """Ranks that train alone: in the middle of a period each has its own parameters and moments."""
+    torch.manual_seed(7)
+    net = Net()
+    opt = torch.optim.Adam(net.parameters(), lr=0.01)
+    opt = grace.DistributedOptimizer(opt, net, compressor="topk(ratio=0.1)", outer="nesterov", period=2)
+    return Run(net, opt, grace=grace.torch.Memories(opt))
+
+
 def by_ddp():
     torch.manual_seed(7)
     ddp = torch.nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
@@ -150,7 +159,7 @@ def close(run):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize(("make", "size"), [(sharded, 4), (by_optimizer, 2), (by_ddp, 2)])
+@pytest.mark.parametrize(("make", "size"), [(sharded, 4), (by_optimizer, 2), (by_outer_rounds, 2), (by_ddp, 2)])
 @on_ranks()
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, make, size, mode):
     """A run saves in the middle, and another one begins with that."""

@@ -182,14 +182,24 @@ class StateMixin:
     @contextlib.contextmanager
     def anchor(self) -> Iterator[None]:
         """Return a context in which the model has the parameters that all ranks share: the anchors of the last round.
-        Evaluate and save in it. Without outer rounds it changes nothing. No collective.
+        Evaluate and save in it; changes of parameters in it are undone, with a warning. Without outer rounds it changes
+        nothing. No collective.
 
         Raises:
             ExchangeError: a step is in progress.
         """
         checkpoint.check_settled(self._grace)
+        rounds = self._grace.runner.outer_rounds
+        outermost = not rounds.anchored
         with self._grace.at_anchor():
             yield
+            changed = rounds.changed_at_anchor() if outermost else ()
+        if changed:
+            warnings.warn(
+                f"{changed[0]!r} was changed under `with optimizer.anchor():`, whose end has undone it: load or set "
+                "parameters outside of it. A state that the optimizer loads in it stays",
+                stacklevel=3,
+            )
 
     def flush(self) -> None:
         """Run a last outer round, after which all ranks have equal parameters. Every rank must call it, after as many

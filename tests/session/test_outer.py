@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -470,6 +471,25 @@ def test_a_state_that_is_loaded_at_the_anchor_stays(depth):
         assert digest(weights(one)) == own
     assert buffers() == of_other() == wanted
     train(model, optimizer, range(6, 7))  # is not refused as one at the anchor
+
+
+@on_ranks(2)
+def test_parameters_that_are_loaded_at_the_anchor_are_undone_with_a_warning():
+    model = net()
+    optimizer = distributed(model, outer="nesterov", period=4)
+    train(model, optimizer, range(2))
+    own, said = digest(weights(model)), []
+    for load in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with optimizer.anchor(), optimizer.anchor():
+                best = {name: p * 2 if load else p.clone() for name, p in model.state_dict().items()}
+                model.load_state_dict(best)
+        said.append([str(warning.message) for warning in caught])
+    assert digest(weights(model)) == own
+    assert said[0] == []
+    [words] = said[1]
+    assert "was changed under `with optimizer.anchor():`, whose end has undone it" in words
 
 
 @on_ranks(2)

@@ -38,6 +38,11 @@ def _exchanged_parameters() -> set[torch.nn.Parameter]:
     return {p for session in _open for p in session.parameters.values()}
 
 
+def averaged_buffers() -> list[tuple[weakref.ref[torch.nn.Module], str]]:
+    """Return the modules and names of the buffers that open sessions average after outer rounds."""
+    return [place for session in _open if session.outer_rounds is not None for place in session.buffer_places.values()]
+
+
 def is_open() -> bool:
     """Return True if a distributed optimizer exists that was not closed."""
     return len(_open) > 0

@@ -42,7 +42,7 @@ from grace.torch.fsdp_layout import ShardGroup, find_layouts
 from grace.torch.gradient_uses import UnusedMeans
 from grace.torch.gradients import dense_gradient, gradient_rows
 from grace.torch.initial_sync import initial_facts, initial_tensors
-from grace.torch.lifecycle import check_not_distributed
+from grace.torch.lifecycle import averaged_buffers, check_not_distributed
 from grace.torch.parameters import (
     NamedParameters,
     broadcast_parameters,
@@ -146,8 +146,12 @@ class Session:
         self.group_number = {name: group_of[id(p)] for name, p in self.parameters.items()}
         """Number of the optimizer's parameter group by parameter name."""
         # 4. Outer rounds, and tables of buckets.
-        self.buffer_places = _places_of_buffers(parameters)
-        """Buffers of a module, which are averaged after outer rounds: the module and name of each."""
+        taken = averaged_buffers()
+        self.buffer_places = {
+            name: place for name, place in _places_of_buffers(parameters).items() if place not in taken
+        }
+        """Buffers of a module, which are averaged after outer rounds: the module and name of each. Of several
+        optimizers of one model the first one averages them."""
         self.first_buffers = {name: buffer.to("meta") for name, buffer in self._current_buffers()}
         """Shapes and dtypes that they had when the optimizer was made distributed."""
         self.outer_rounds: OuterRounds | None = None
@@ -744,7 +748,7 @@ class Session:
                 "alone: their means over ranks replace them at each round",
                 stacklevel=7,
             )
-        unknown = not self.buffer_places and next(unknown_buffers(self.parameters), None)
+        unknown = not self.sparse_known and next(unknown_buffers(self.parameters), None)
         if unknown and self.runner.backend.rank == 0:
             warnings.warn(
                 f"the buffers of the model ({unknown}, ...) may differ by rank while ranks train alone, and are not "

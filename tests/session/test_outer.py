@@ -715,6 +715,37 @@ def test_a_ranks_own_buffers_are_resumed_bit_for_bit(save):
         resumed.close()
 
 
+@on_ranks(2)
+def test_buffers_are_resumed_where_two_optimizers_of_one_model_save_at_their_anchors():
+    def made():
+        model = with_buffers()
+        halves = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        inner = [torch.optim.SGD(half, lr=0.05) for half in halves]
+        return model, [grace.DistributedOptimizer(one, model, outer="nesterov", period=4) for one in inner]
+
+    def go_on(model, optimizers, steps):
+        for step in steps:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    model, optimizers = made()
+    go_on(model, optimizers, range(6))
+    with optimizers[0].anchor(), optimizers[1].anchor():
+        saved = [copied(part.state_dict()) for part in (model, *optimizers)]
+    resumed, others = made()
+    for part, state in zip((resumed, *others), saved, strict=True):
+        part.load_state_dict(state)
+    for run in ((model, optimizers), (resumed, others)):
+        go_on(*run, range(6, 7))
+    own = [{name: b for name, b in one.state_dict().items() if b.is_floating_point()} for one in (model, resumed)]
+    assert digest(own[0]) == digest(own[1])
+    go_on(model, optimizers, range(7, 8))  # with a round
+    return digest({name: b for name, b in model.state_dict().items() if b.is_floating_point()})
+
+
 def buffers_of_three():
     _, optimizer, buffers = with_statistics(6)
     return copied(optimizer.full_state_dict()), *buffers()

@@ -366,8 +366,11 @@ def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any]
     if isinstance(saved, dict) and INNER in saved:
         inner = saved[INNER]
         saved = {key: value for key, value in saved.items() if key != INNER}
+        if len(inner) != runner.backend.size:  # torch's part may have tensors of several ranks, which do not fit
+            inner = [inner[0]] * runner.backend.size
     if runner.outer_rounds and len(inner) == runner.backend.size:  # ranks in step need equal states: the saving rank's
-        plain = {**plain, **unpack_state(inner[runner.backend.rank])}
+        own = inner[runner.backend.rank]
+        plain = plain if own is None else {**plain, **unpack_state(own)}
     return plain, saved
 
 

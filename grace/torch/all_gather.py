@@ -1,6 +1,7 @@
 """Compressed all-gather of FSDP2's weights: every rank computes with the same decoded weights."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from grace.torch.fsdp_layout import (
     refuse_second,
     subscribe_to_steps,
 )
+from grace.torch.hooks import not_compiled
 from grace.torch.shard_group import ShardGroupState, build_method
 from grace.torch.state_dict import move_to_devices
 
@@ -70,6 +72,17 @@ class AllGatherState(ShardGroupState):
         params = [param.sharded_param for layout in layouts for param in layout.params]
         self.unhook = subscribe_to_steps(self, params)
         self.former_comms = [fsdp_param_groups(layout.module)[0]._all_gather_comm for layout in layouts]
+        self.hooks = [
+            layout.module.register_forward_pre_hook(partial(self._drop_decoded, layout), prepend=True)
+            for layout in layouts
+        ]
+
+    @not_compiled
+    def _drop_decoded(self, layout: ModuleLayout, *unused: object) -> None:
+        """Let a module in evaluation mode gather exact weights, where a forward pass without a backward pass has left
+        decoded ones."""
+        if not layout.module.training and not self.evaluation and self.compressed.get(layout.name, False):
+            layout.module.reshard()  # type: ignore[operator]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: an optimizer is about to change the weights."""
@@ -126,6 +139,8 @@ class AllGatherState(ShardGroupState):
     def close(self) -> None:
         """End the compression: from now on all-gathers are torch's again."""
         self.unhook()
+        for hook in self.hooks:
+            hook.remove()
         self.runner.close()
         for layout, former in zip(self.layouts, self.former_comms, strict=True):
             layout.module.set_custom_all_gather(former)

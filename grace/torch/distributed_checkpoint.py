@@ -7,7 +7,7 @@ from grace.session import checkpoint
 from grace.torch.ddp import DDPState
 from grace.torch.fsdp import FSDPState
 from grace.torch.reduce_scatter import ReduceScatterState
-from grace.torch.state_dict import StateMixin, pack_state, rank_state
+from grace.torch.state_dict import INNER, StateMixin, load_memories, pack_state
 
 KEY = "all_ranks"
 
@@ -62,7 +62,12 @@ class Memories:
         if isinstance(self.owner, DDPState):
             return {self.key: self.owner.full_state_dict(packed=True)}
         session = self.owner._grace
-        return {self.key: pack_state(checkpoint.gather(session.runner, lambda: checkpoint.check_settled(session)))}
+        runner = session.runner
+        saved = checkpoint.gather(runner, lambda: checkpoint.check_settled(session))
+        if runner.outer_rounds:
+            own = super(StateMixin, self.owner).state_dict()  # type: ignore[misc]
+            saved[INNER] = runner.backend.allgather_object(pack_state(own))
+        return {self.key: pack_state(saved)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`. Every rank must call it.
@@ -75,4 +80,6 @@ class Memories:
         if isinstance(self.owner, DDPState):
             self.owner.load_state_dict(saved, self.memory)
         else:
-            self.owner.load_state_dict({**rank_state(self.owner), "grace": saved}, self.memory)
+            load_memories(self.owner, saved, self.memory)
+            if self.owner._grace.runner.outer_rounds:
+                self.owner._grace.loaded_memories = saved, self.memory

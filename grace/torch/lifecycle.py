@@ -38,6 +38,12 @@ def _exchanged_parameters() -> set[torch.nn.Parameter]:
     return {p for session in _open for p in session.parameters.values()}
 
 
+def averaged_buffers() -> list[tuple[weakref.ref[torch.nn.Module], str]]:
+    """Return the modules and names of the buffers that open sessions average after outer rounds."""
+    models = [session.local_model for session in _open if session.outer_rounds is not None]
+    return [place for model in models for place in model.buffer_places.values()]
+
+
 def is_open() -> bool:
     """Return True if a distributed optimizer exists that was not closed."""
     return len(_open) > 0

@@ -12,6 +12,7 @@ from grace.core.live_instances import live_instances
 from grace.core.variable import Variable, unwrap_names
 from grace.session.outer_rounds import LocalModel
 from grace.session.sharding import Shard, make_buckets
+from grace.torch.lifecycle import averaged_buffers
 from grace.torch.parameters import NamedParameters, local_part
 
 FINITE = "the buffers that are finite"
@@ -26,13 +27,15 @@ class TorchModel(LocalModel):
         given: ``named_parameters`` as the user gave them.
 
     Attributes:
-        buffer_places: modules of the buffers, and the names there, by the model's names.
+        buffer_places: modules of the buffers, and the names there, by the model's names. Of several optimizers of one
+            model the first one has them.
         first_buffers: the buffers' shapes and dtypes when the optimizer was made distributed.
     """
 
     def __init__(self, session: Any, given: NamedParameters):
         self.session = weakref.proxy(session)
-        self.buffer_places = _places_of_buffers(given)
+        taken = averaged_buffers()
+        self.buffer_places = {name: place for name, place in _places_of_buffers(given).items() if place not in taken}
         self.first_buffers = {name: buffer.to("meta") for name, buffer in self._current_buffers()}
 
     def read(self, shard: Shard) -> torch.Tensor:
@@ -123,7 +126,7 @@ class TorchModel(LocalModel):
                 stacklevel=8,
             )
             return
-        unknown = next(unknown_buffers(self.session.parameters), None)
+        unknown = not self.session.sparse_known and next(unknown_buffers(self.session.parameters), None)
         if unknown:
             warnings.warn(
                 f"the buffers of the model ({unknown}, ...) may differ by rank while ranks train alone, and are not "

@@ -164,7 +164,8 @@ class HookedSession(Session):
             )
         return ExchangeError(
             f"{computed} begun. Accumulate with backward_passes_per_step={self.passes + 1}, or run the earlier passes "
-            "under `with optimizer.no_sync():`"
+            "under `with optimizer.no_sync():`. If one pass computes it twice (a layer in two reentrant checkpoints), "
+            "give checkpoint use_reentrant=False, or run all passes under no_sync()"
         )
 
     def _start_next(self) -> None:

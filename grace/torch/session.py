@@ -145,6 +145,9 @@ class Session:
         """Access of outer rounds to parameters, buffers and the optimizer's state."""
         self.outer_rounds: OuterRounds | None = None
         """The outer rounds of parameters that ranks train alone; None if there are none."""
+        self.loaded_memories: tuple[object, str] | None = None
+        """The last state that ``grace.torch.Memories`` loaded, and how, until the next step: torch's functions for
+        state dicts may load one rank's parameters after it."""
         self._connect_rounds()
         self._index_buckets()
         # 5. The step in progress.
@@ -711,6 +714,7 @@ class Session:
         """
         rounds = self.outer_rounds
         assert rounds is not None
+        self.loaded_memories = None
         if rounds.needs_anchors():
             rounds.take_anchors()
 

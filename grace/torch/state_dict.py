@@ -84,8 +84,13 @@ class StateMixin:
                 stacklevel=2,
             )
             return state
-        saved = checkpoint.save(self._grace.runner)
-        state["param_groups"][0][_key(self._grace.runner)] = pack_state(saved)
+        runner = self._grace.runner
+        saved = checkpoint.save(runner)
+        if runner.outer_rounds:  # of state that all ranks have, torch keeps one rank's
+            inner: list[bytes | None] = [None] * runner.backend.size
+            inner[runner.backend.rank] = pack_state(state)
+            saved[INNER] = inner
+        state["param_groups"][0][_key(runner)] = pack_state(saved)
         return state
 
     def full_state_dict(self, packed: bool = False) -> SavedState:
@@ -130,6 +135,9 @@ class StateMixin:
         if self._saved_by_framework or (by_dcp and self._memories_saved_separately):
             with _reporting_damage():
                 super().load_state_dict(state_dict)  # type: ignore[misc]
+            loaded, self._grace.loaded_memories = self._grace.loaded_memories, None
+            if by_dcp and loaded is not None:  # this rank's part, over which torch has loaded one rank's
+                load_memories(self, *loaded)
             return
         memory = "maybe" if by_dcp else memory  # torch's functions have no argument for it
         group = self._grace.shard_group
@@ -174,14 +182,24 @@ class StateMixin:
     @contextlib.contextmanager
     def anchor(self) -> Iterator[None]:
         """Return a context in which the model has the parameters that all ranks share: the anchors of the last round.
-        Evaluate and save in it. Without outer rounds it changes nothing. No collective.
+        Evaluate and save in it; changes of parameters in it are undone, with a warning. Without outer rounds it changes
+        nothing. No collective.
 
         Raises:
             ExchangeError: a step is in progress.
         """
         checkpoint.check_settled(self._grace)
+        rounds = self._grace.runner.outer_rounds
+        outermost = not rounds.anchored
         with self._grace.at_anchor():
             yield
+            changed = rounds.changed_at_anchor() if outermost else ()
+        if changed:
+            warnings.warn(
+                f"{changed[0]!r} was changed under `with optimizer.anchor():`, whose end has undone it: load or set "
+                "parameters outside of it. A state that the optimizer loads in it stays",
+                stacklevel=3,
+            )
 
     def flush(self) -> None:
         """Run a last outer round, after which all ranks have equal parameters. Every rank must call it, after as many
@@ -222,6 +240,11 @@ def check_not_saved_directly(runner: StepRunner, what: str) -> None:
 def rank_state(optimizer: Any) -> SavedState:
     """Return the result of ``state_dict()`` for this rank."""
     return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.runner)}
+
+
+def load_memories(optimizer: Any, saved: object, memory: str) -> None:
+    """Restore Grace's part of a state, packed or not; with outer rounds also this rank's optimizer, if it is there."""
+    optimizer.load_state_dict({**rank_state(optimizer), "grace": saved}, memory)
 
 
 def load_state(
@@ -326,9 +349,6 @@ def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any]
     """Return a state dict as torch knows it, and Grace's part of it: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
         raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")
-    inner = state_dict.get(INNER, ())
-    if runner.outer_rounds and len(inner) == runner.backend.size:  # ranks in step need equal states: the saving rank's
-        state_dict = {**state_dict, **unpack_state(inner[runner.backend.rank])}
     plain = {key: value for key, value in state_dict.items() if key not in ("grace", INNER)}
     groups = []
     found = {}
@@ -341,7 +361,17 @@ def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any]
     saved = state_dict.get("grace")
     if saved is None and found:
         saved = found.get(_key(runner), next(iter(found.values())))
-    return plain, unpack_state(saved)
+    saved = unpack_state(saved)
+    inner = state_dict.get(INNER, ())
+    if isinstance(saved, dict) and INNER in saved:
+        inner = saved[INNER]
+        saved = {key: value for key, value in saved.items() if key != INNER}
+        if len(inner) != runner.backend.size:  # torch's part may have tensors of several ranks, which do not fit
+            inner = [inner[0]] * runner.backend.size
+    if runner.outer_rounds and len(inner) == runner.backend.size:  # ranks in step need equal states: the saving rank's
+        own = inner[runner.backend.rank]
+        plain = plain if own is None else {**plain, **unpack_state(own)}
+    return plain, saved
 
 
 def _dcp_caller() -> FrameType | None:

@@ -156,6 +156,19 @@ def test_evaluation_is_exact_unless_asked_for():
             assert largest_difference(seen_weights(net), exact) > 0
 
 
+@on_ranks(4)
+def test_evaluation_is_exact_after_a_forward_pass_alone():
+    """A batch whose backward pass is left out: until that pass FSDP2 keeps the root's weights."""
+    net = built(mesh_of(1, 4)["shard"])
+    exact = loss_of(net, 0).item()
+    with gathered(net, "block(bits=4)"):
+        in_training = loss_of(net, 0).item()
+        net.eval()
+        assert loss_of(net, 0).item() == exact != in_training
+        net.train()
+        assert loss_of(net, 0).item() != exact
+
+
 class Quantized(Net):
     """A module beside them has weights of one byte, and a module of its own."""
 

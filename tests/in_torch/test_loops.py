@@ -1,6 +1,7 @@
 """Every kind of training loop: without compression what Horovod's own optimizer gives, to the bit, and with it the same
 under Horovod as under torch.distributed; and what is refused on the way."""
 
+import copy
 import math
 import threading
 import warnings
@@ -428,6 +429,31 @@ def test_gradients_that_come_again_or_are_changed_are_refused_with_what_to_write
     optimizer.zero_grad()
     train(model, optimizer, range(2))
     return digest(weights(model))
+
+
+@on_ranks()
+def test_a_layer_of_two_reentrant_checkpoints_trains_as_its_refusal_says():
+    """Each checkpoint adds to the gradients in a backward pass of its own."""
+
+    def backward(layer):
+        x = torch.ones(2, 8, requires_grad=True)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+        x.square().mean().backward()
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    reference = copy.deepcopy(layer)
+    optimizer, other = distributed(layer, "none", optimizer=plain_sgd), plain_sgd(reference.parameters())
+    said = refusal(backward, layer, kind=grace.ExchangeError)
+    assert "use_reentrant=False, or run all passes under no_sync()" in said
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        backward(layer)
+    optimizer.step()
+    backward(reference)
+    other.step()
+    assert same(weights(layer), weights(reference))
 
 
 @pytest.mark.parametrize("scaler", [False, True])

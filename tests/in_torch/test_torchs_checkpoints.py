@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import grace
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.sharded import Net, built, loss_of, mesh_of, same_bits, whole
-from tests.support.training import refusal
+from tests.support.training import digest, refusal
 
 pytestmark = pytest.mark.ranks
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -137,6 +137,15 @@ def by_optimizer():
     return Run(net, opt, grace=grace.torch.Memories(opt))
 
 
+def by_outer_rounds():
+    """Ranks that train alone: in the middle of a period each has its own parameters and moments."""
+    torch.manual_seed(7)
+    net = Net()
+    opt = torch.optim.Adam(net.parameters(), lr=0.01)
+    opt = grace.DistributedOptimizer(opt, net, compressor="topk(ratio=0.1)", outer="nesterov", period=2)
+    return Run(net, opt, grace=grace.torch.Memories(opt))
+
+
 def by_ddp():
     torch.manual_seed(7)
     ddp = torch.nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
@@ -150,7 +159,7 @@ def close(run):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize(("make", "size"), [(sharded, 4), (by_optimizer, 2), (by_ddp, 2)])
+@pytest.mark.parametrize(("make", "size"), [(sharded, 4), (by_optimizer, 2), (by_outer_rounds, 2), (by_ddp, 2)])
 @on_ranks()
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, make, size, mode):
     """A run saves in the middle, and another one begins with that."""
@@ -251,6 +260,35 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean_of_what_was_owe
             mean = torch.stack([one[name] for one in theirs]).mean(0)
             torch.testing.assert_close(value, mean, rtol=1e-6, atol=1e-7)
     assert any(bool(value.any()) for value in loaded[0][0].values())
+
+
+def moments(run):
+    return digest({name: p["exp_avg_sq"] for name, p in zip(run.weights(), run.optimizer.state.values(), strict=True)})
+
+
+def saves_moments(folder):
+    run = by_outer_rounds().train(3)
+    dcp.save(run.states, checkpoint_id=folder)
+    found = moments(run)
+    close(run)
+    return found
+
+
+def loads_moments(folder):
+    run = by_outer_rounds()
+    del run.states["dataloader"]
+    dcp.load(run.states, checkpoint_id=folder)
+    found = moments(run)
+    close(run)
+    return found
+
+
+def test_on_another_number_of_ranks_that_train_alone_all_have_the_moments_of_one(tmp_path):
+    """torch's own part has tensors of several ranks: a mean of one beside a variance of another."""
+    folder = str(tmp_path / "checkpoint")
+    saved = ranks_of(2).run(saves_moments, folder)
+    assert saved[0] != saved[1]
+    assert ranks_of(4).run(loads_moments, folder) == [saved[0]] * 4
 
 
 @on_ranks(4)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -473,6 +474,25 @@ def test_a_state_that_is_loaded_at_the_anchor_stays(depth):
 
 
 @on_ranks(2)
+def test_parameters_that_are_loaded_at_the_anchor_are_undone_with_a_warning():
+    model = net()
+    optimizer = distributed(model, outer="nesterov", period=4)
+    train(model, optimizer, range(2))
+    own, said = digest(weights(model)), []
+    for load in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with optimizer.anchor(), optimizer.anchor():
+                best = {name: p * 2 if load else p.clone() for name, p in model.state_dict().items()}
+                model.load_state_dict(best)
+        said.append([str(warning.message) for warning in caught])
+    assert digest(weights(model)) == own
+    assert said[0] == []
+    [words] = said[1]
+    assert "was changed under `with optimizer.anchor():`, whose end has undone it" in words
+
+
+@on_ranks(2)
 def test_an_end_between_rounds_is_told_once_where_nobody_asked_for_the_anchors():
     """Rank 0 tells it when it ends its optimizer, or its run, after 6 iterations of periods of 4; not after a round."""
 
@@ -693,6 +713,37 @@ def test_a_ranks_own_buffers_are_resumed_bit_for_bit(save):
         assert digest(weights(other)) == digest(weights(model))
         optimizer.close()
         resumed.close()
+
+
+@on_ranks(2)
+def test_buffers_are_resumed_where_two_optimizers_of_one_model_save_at_their_anchors():
+    def made():
+        model = with_buffers()
+        halves = [[p for p in model.parameters() if (p.ndim > 1) is matrices] for matrices in (True, False)]
+        inner = [torch.optim.SGD(half, lr=0.05) for half in halves]
+        return model, [grace.DistributedOptimizer(one, model, outer="nesterov", period=4) for one in inner]
+
+    def go_on(model, optimizers, steps):
+        for step in steps:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    model, optimizers = made()
+    go_on(model, optimizers, range(6))
+    with optimizers[0].anchor(), optimizers[1].anchor():
+        saved = [copied(part.state_dict()) for part in (model, *optimizers)]
+    resumed, others = made()
+    for part, state in zip((resumed, *others), saved, strict=True):
+        part.load_state_dict(state)
+    for run in ((model, optimizers), (resumed, others)):
+        go_on(*run, range(6, 7))
+    own = [{name: b for name, b in one.state_dict().items() if b.is_floating_point()} for one in (model, resumed)]
+    assert digest(own[0]) == digest(own[1])
+    go_on(model, optimizers, range(7, 8))  # with a round
+    return digest({name: b for name, b in model.state_dict().items() if b.is_floating_point()})
 
 
 def buffers_of_three():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from grace.core.api_names import KERAS
@@ -56,6 +57,7 @@ class Session:
         check: raises if a communicator does not suit the optimizer.
         for_optimizer: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
         optimizer_variables: returns further variables that start from rank 0's, where ranks have different ones.
+        optimizer_slots: returns the variables of the optimizer that differ by rank where ranks train alone.
         facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
@@ -69,6 +71,7 @@ class Session:
         check: Callable[[Communicator], None] = lambda communicator: None,
         for_optimizer: bool = False,
         optimizer_variables: Callable[[], Sequence[AnyVariable]] = lambda: (),
+        optimizer_slots: Callable[[], Sequence[AnyVariable]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
         adaptive: bool = False,
     ):
@@ -85,6 +88,7 @@ class Session:
         self.facts = facts
         self.adaptive = adaptive
         self.optimizer_variables = optimizer_variables
+        self.optimizer_slots = optimizer_slots
         self.lr = 1.0
         predivide = settings.reduction.predivide
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
@@ -94,6 +98,8 @@ class Session:
         self.closed = False
         self.saved: tuple[SavedState | None, str] | None = None
         """State to load at the first exchange, and how memories are treated."""
+        self.saved_slots: list[list[Tensor]] | None = None
+        """Values of the slots of all ranks' optimizers, to load at the first exchange if ranks train alone."""
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
         self.auto: Driver | None = None
@@ -458,6 +464,21 @@ class Session:
             self.runner.abandon()
         return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
 
+    def slots(self) -> list[list[Tensor]] | None:
+        """Return the values of the slots of all ranks' optimizers, by a collective, if ranks train alone; else None."""
+        if self.runner is None or not self.runner.outer_rounds:
+            return self.saved_slots
+        return self.backend.allgather_object([_as_saved(slot) for slot in self.optimizer_slots()])
+
+    def load_slots(self) -> None:
+        """Continue with this rank's slots if ranks go on alone, on as many ranks as saved them: other numbers of ranks
+        have those of rank 0."""
+        assert self.runner is not None
+        saved, self.saved_slots = self.saved_slots, None
+        if saved is not None and len(saved) == self.backend.size and self.runner.outer_rounds.has_anchors:
+            for slot, value in zip(self.optimizer_slots(), saved[self.backend.rank], strict=True):
+                value_of(slot).assign(tf.cast(value, value_of(slot).dtype))
+
     def restore(self, saved: SavedState | None, memory: str = "strict") -> None:
         """Continue from a saved state. Before the first exchange it is loaded at the first one, where all ranks receive
         a refusal."""
@@ -468,3 +489,9 @@ class Session:
         if self.runner.in_progress:
             self.runner.abandon()
         self._load(saved, memory)
+
+
+def _as_saved(variable: AnyVariable) -> Tensor:
+    """Return a variable's value as a NumPy array. Files of arrays have no bfloat16."""
+    value = tf.convert_to_tensor(value_of(variable))
+    return np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)

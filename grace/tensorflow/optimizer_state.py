@@ -25,6 +25,8 @@ FILE = "grace_state.npz"
 """Name of the state's file in the archive that Keras saves, among the assets of the optimizer."""
 BESIDE = "grace_state"
 """Name of the state's data set in the file of weights of Keras's BackupAndRestore."""
+BFLOAT16 = tf.bfloat16.as_numpy_dtype
+"""NumPy's dtype for bfloat16."""
 WEIGHTS_ALONE = (
     "save_weights leaves out what Grace's memories and compressors remember: training that goes on from this file "
     "loses it. model.save, grace.tensorflow.save_model and keras.callbacks.BackupAndRestore save it"
@@ -41,8 +43,10 @@ def encode(state: Any) -> bytes:
 
     def plain(value: Any) -> Any:
         if tf.is_tensor(value) or isinstance(value, np.ndarray):
-            arrays.append(np.asarray(value))
-            return {"tensor": len(arrays) - 1}
+            array = np.asarray(value)
+            as_float32 = array.dtype == BFLOAT16  # which files of arrays do not know
+            arrays.append(array.astype(np.float32) if as_float32 else array)
+            return {"tensor": len(arrays) - 1, **({"dtype": "bfloat16"} if as_float32 else {})}
         if isinstance(value, dict):
             return {"dict": {key: plain(item) for key, item in value.items()}}
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -66,7 +70,8 @@ def decode(raw: bytes) -> Any:
             def full(value: Any) -> Any:
                 if isinstance(value, dict):
                     if "tensor" in value:
-                        return file[f"tensor{value['tensor']}"]
+                        array = file[f"tensor{value['tensor']}"]
+                        return array.astype(BFLOAT16) if value.get("dtype") == "bfloat16" else array
                     return {key: full(item) for key, item in value["dict"].items()}
                 return [full(item) for item in value] if isinstance(value, list) else value
 

@@ -468,7 +468,7 @@ class Session:
         """Return the values of the slots of all ranks' optimizers, by a collective, if ranks train alone; else None."""
         if self.runner is None or not self.runner.outer_rounds:
             return self.saved_slots
-        return self.backend.allgather_object([_as_saved(slot) for slot in self.optimizer_slots()])
+        return self.backend.allgather_object([np.asarray(value_of(slot)) for slot in self.optimizer_slots()])
 
     def load_slots(self) -> None:
         """Continue with this rank's slots if ranks go on alone, on as many ranks as saved them: other numbers of ranks
@@ -477,7 +477,7 @@ class Session:
         saved, self.saved_slots = self.saved_slots, None
         if saved is not None and len(saved) == self.backend.size and self.runner.outer_rounds.has_anchors:
             for slot, value in zip(self.optimizer_slots(), saved[self.backend.rank], strict=True):
-                value_of(slot).assign(tf.cast(value, value_of(slot).dtype))
+                value_of(slot).assign(value)
 
     def restore(self, saved: SavedState | None, memory: str = "strict") -> None:
         """Continue from a saved state. Before the first exchange it is loaded at the first one, where all ranks receive
@@ -489,9 +489,3 @@ class Session:
         if self.runner.in_progress:
             self.runner.abandon()
         self._load(saved, memory)
-
-
-def _as_saved(variable: AnyVariable) -> Tensor:
-    """Return a variable's value as a NumPy array. Files of arrays have no bfloat16."""
-    value = tf.convert_to_tensor(value_of(variable))
-    return np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)

@@ -228,8 +228,9 @@ def _tensor(value: object, where: str) -> None:
 
 TENSORS = _listed(_listed(_tensor))
 """Form of the tensors that a communicator exchanged by hand: lists of tensors that were exchanged together."""
-MODEL = _record({"options": _record({}, _options), "state": _anything}, {})
-"""Form of a model's file: the choices, and a state, which is checked when it is loaded."""
+MODEL = _record({"options": _record({}, _options), "state": _anything}, {"slots": _listed(_listed(_array))})
+"""Form of a model's file: the choices, a state, which is checked when it is loaded, and for each rank the slots of its
+optimizer, if ranks train alone between outer rounds."""
 BESIDE_WEIGHTS = _record({"state": _anything}, {})
 """Form of the part of a file of weights: a state, which is checked when it is loaded."""
 

@@ -38,6 +38,7 @@ from grace.tensorflow.optimizer_state import (
     GraceState,
     distributed_in,
     register_as,
+    slots,
     variables_to_broadcast,
     without_loss_scale,
 )
@@ -553,6 +554,7 @@ def DistributedOptimizer(
         check=lambda chosen: check_momentum([chosen], optimizer_ref()),
         for_optimizer=True,
         optimizer_variables=lambda: variables_to_broadcast(optimizer_ref()),
+        optimizer_slots=lambda: slots(optimizer_ref()),
         facts=lambda: hyperparameter_facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
         adaptive=is_adaptive(inner),
     )

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from grace.core.compressor import Tensor
 from grace.session.checkpoint import warn_own_state
 from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, SavedState, damage_error
 from grace.tensorflow.session import Session
@@ -24,6 +25,8 @@ FILE = "grace_state.npz"
 """Name of the state's file in the archive that Keras saves, among the assets of the optimizer."""
 BESIDE = "grace_state"
 """Name of the state's data set in the file of weights of Keras's BackupAndRestore."""
+BFLOAT16 = tf.bfloat16.as_numpy_dtype
+"""NumPy's dtype for bfloat16."""
 WEIGHTS_ALONE = (
     "save_weights leaves out what Grace's memories and compressors remember: training that goes on from this file "
     "loses it. model.save, grace.tensorflow.save_model and keras.callbacks.BackupAndRestore save it"
@@ -40,8 +43,10 @@ def encode(state: Any) -> bytes:
 
     def plain(value: Any) -> Any:
         if tf.is_tensor(value) or isinstance(value, np.ndarray):
-            arrays.append(np.asarray(value))
-            return {"tensor": len(arrays) - 1}
+            array = np.asarray(value)
+            as_float32 = array.dtype == BFLOAT16  # which files of arrays do not know
+            arrays.append(array.astype(np.float32) if as_float32 else array)
+            return {"tensor": len(arrays) - 1, **({"dtype": "bfloat16"} if as_float32 else {})}
         if isinstance(value, dict):
             return {"dict": {key: plain(item) for key, item in value.items()}}
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -65,7 +70,8 @@ def decode(raw: bytes) -> Any:
             def full(value: Any) -> Any:
                 if isinstance(value, dict):
                     if "tensor" in value:
-                        return file[f"tensor{value['tensor']}"]
+                        array = file[f"tensor{value['tensor']}"]
+                        return array.astype(BFLOAT16) if value.get("dtype") == "bfloat16" else array
                     return {key: full(item) for key, item in value["dict"].items()}
                 return [full(item) for item in value] if isinstance(value, list) else value
 
@@ -85,12 +91,14 @@ class GraceState(tf.train.experimental.PythonState):
 
     Attributes:
         everyone: the state of all ranks, gathered by :func:`save_model`; else None.
+        slots: the slots of all ranks' optimizers, gathered likewise, if ranks train alone.
     """
 
     def __init__(self, session: Session):
         super().__init__()
         self.session = session
         self.everyone: SavedState | None = None
+        self.slots: list[list[Tensor]] | None = None
         self.warned = False
 
     def serialize(self) -> bytes:
@@ -99,7 +107,8 @@ class GraceState(tf.train.experimental.PythonState):
         if self.everyone is None and session.runner is not None:
             warn_own_state(session.runner, "saving the model", "grace.tensorflow.save_model(model, path)")
         state = session.state() if self.everyone is None else self.everyone
-        return encode({"options": session.options(), "state": state})
+        alone = {} if self.slots is None else {"slots": self.slots}
+        return encode({"options": session.options(), "state": state, **alone})
 
     def deserialize(self, string_value: bytes) -> None:
         """Continue from the state in the bytes of :meth:`serialize`."""
@@ -172,11 +181,16 @@ def variables_to_broadcast(optimizer: keras.optimizers.Optimizer) -> "list[keras
     They are the optimizer's slots of each variable (some begin as copies of the model's), and variables that gradients
     overwrite.
     """
-    # Counters and rates stay each rank's own: all ranks compare them at the first exchange, or restored them.
-    own = [optimizer._iterations, optimizer._learning_rate, *accumulators(optimizer)]
-    skipped = {id(variable) for variable in own}
+    accumulated = {id(variable) for variable in accumulators(optimizer)}
     overwritten = [v for v in optimizer._trainable_variables if is_overwritten(v)]
-    return [*overwritten, *(variable for variable in optimizer.variables if id(variable) not in skipped)]
+    return [*overwritten, *(variable for variable in slots(optimizer) if id(variable) not in accumulated)]
+
+
+def slots(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
+    """Return the optimizer's variables for each of the model's, and accumulated gradients among them."""
+    # Counters and rates are equal on all ranks, which compare them at the first exchange.
+    skipped = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    return [variable for variable in optimizer.variables if id(variable) not in skipped]
 
 
 def register_as(made: type, cls: type) -> None:

@@ -21,8 +21,10 @@ from grace.tensorflow.reductions import assign_means, engine_of
 def save_model(model: keras.Model, path: str | Path) -> None:
     """Save the whole model in one ``.keras`` file, with the memories of all ranks; every rank must call it.
 
-    Rank 0 writes a temporary file, and then renames it: if that fails, or the program is killed, the last good file
-    stays. ``model.save`` writes in place, and on a single rank saves that rank's memories only.
+    If ranks train alone between outer rounds, it holds the optimizers' slots of all ranks, which as many ranks load;
+    other numbers of ranks load rank 0's. Rank 0 writes a temporary file, and then renames it: if that fails, or the
+    program is killed, the last good file stays. ``model.save`` writes in place, and on a single rank saves that rank's
+    memories only.
 
     Args:
         model: compiled with a distributed optimizer.
@@ -37,11 +39,12 @@ def save_model(model: keras.Model, path: str | Path) -> None:
         raise ConfigError("the model's optimizer is not a distributed one; save it with model.save(path)")
     remembered, session = optimizer.grace_state, optimizer._grace
     remembered.everyone = session.state(everyone=True)
+    remembered.slots = session.slots()
     try:
         with _mean_of_accumulated(optimizer, session.backend):
             save_from_root(path, model.save, backend=session.backend)
     finally:
-        remembered.everyone = None
+        remembered.everyone = remembered.slots = None
 
 
 @contextlib.contextmanager
@@ -124,6 +127,7 @@ def _loaded(
         optimizer = distributed(model.optimizer)
         assert optimizer is not None
         optimizer._grace.restore(saved["state"], memory_state)
+        optimizer._grace.saved_slots = saved.get("slots")
     return model
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from grace.core.api_names import KERAS
@@ -55,6 +56,7 @@ class Session:
         check: raises if a communicator does not suit the optimizer.
         for_optimizer: True if ``take_anchors`` is called before each update, and ``run_rounds`` after it.
         optimizer_variables: returns further variables that start from rank 0's, where ranks have different ones.
+        optimizer_slots: returns the variables of the optimizer that differ by rank where ranks train alone.
         facts: returns further facts that all ranks must share; called at the first exchange.
         adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
@@ -68,6 +70,7 @@ class Session:
         check: Callable[[Communicator], None] = lambda communicator: None,
         for_optimizer: bool = False,
         optimizer_variables: Callable[[], Sequence[AnyVariable]] = lambda: (),
+        optimizer_slots: Callable[[], Sequence[AnyVariable]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
         adaptive: bool = False,
     ):
@@ -84,6 +87,7 @@ class Session:
         self.facts = facts
         self.adaptive = adaptive
         self.optimizer_variables = optimizer_variables
+        self.optimizer_slots = optimizer_slots
         self.lr = 1.0
         predivide = settings.reduction.predivide
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
@@ -93,6 +97,8 @@ class Session:
         self.closed = False
         self.saved: tuple[SavedState | None, str] | None = None
         """State to load at the first exchange, and how memories are treated."""
+        self.saved_slots: list[list[Tensor]] | None = None
+        """Values of the slots of all ranks' optimizers, to load at the first exchange if ranks train alone."""
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
         self.auto: Driver | None = None
@@ -420,6 +426,21 @@ class Session:
         if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
             self.runner.abandon()
         return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
+
+    def slots(self) -> list[list[Tensor]] | None:
+        """Return the values of the slots of all ranks' optimizers, by a collective, if ranks train alone; else None."""
+        if self.runner is None or not self.runner.outer_rounds:
+            return self.saved_slots
+        return self.backend.allgather_object([np.asarray(value_of(slot)) for slot in self.optimizer_slots()])
+
+    def load_slots(self) -> None:
+        """Continue with this rank's slots if ranks go on alone, on as many ranks as saved them: other numbers of ranks
+        have those of rank 0."""
+        assert self.runner is not None
+        saved, self.saved_slots = self.saved_slots, None
+        if saved is not None and len(saved) == self.backend.size and self.runner.outer_rounds.has_anchors:
+            for slot, value in zip(self.optimizer_slots(), saved[self.backend.rank], strict=True):
+                value_of(slot).assign(value)
 
     def restore(self, saved: SavedState | None, memory: str = "strict") -> None:
         """Continue from a saved state. Before the first exchange it is loaded at the first one, where all ranks receive

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import grace
 from grace.session import state_schema
+from grace.tensorflow.optimizer_state import decode, encode
 from tests.support.pools import on_ranks
 from tests.support.tensorflow_training import StopBefore, compiled, digest, on_mpi, sgd, state_of
 from tests.support.tensorflow_training import fit as fit_rows
@@ -79,6 +80,14 @@ def second_half(folder):
         fit(model, range(2, 4))
         resumed[spec, way] = digest(model.variables)
     return resumed
+
+
+def test_state_in_bfloat16_is_the_same_after_saving():
+    """Files of arrays know no bfloat16. Such are the parameters of a bfloat16 model that ranks train alone."""
+    saved = tf.constant([1.5, -3.0], tf.bfloat16)
+    state = decode(encode({"state": [saved]}))
+    assert state["state"][0].dtype == tf.bfloat16.as_numpy_dtype
+    np.testing.assert_array_equal(state["state"][0], np.asarray(saved))
 
 
 @pytest.fixture(scope="module")

@@ -292,25 +292,35 @@ def test_in_step_again_all_ranks_have_the_same_weights_and_momenta():
 
 @on_mpi
 def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path):
-    """The parameters after six steps, and after as many with a model that was saved, and loaded, in between."""
+    """The parameters after eleven steps, and after as many with a model that was saved, and loaded, in between: in a
+    file of each rank, or in one of all, which has the accumulated gradients and moments of each."""
 
-    def trained(path):
+    def trained(saved):
         model = mixed()
-        optimizer = keras.optimizers.SGD(LR)
+        optimizer = keras.optimizers.Nadam(LR, gradient_accumulation_steps=2)  # has a scalar of its own
         optimizer = grace.DistributedOptimizer(optimizer, compressor="topk(ratio=0.3)", outer="nesterov", period=2)
         model.compile(optimizer, "mse")
-        for step in range(3):
+        for step in range(7):
             stepped(model, step)
-        if path:
+        if saved == "by each rank":
+            path = f"{tmp_path}/outer-{grace.rank()}.keras"
             model.save(path)
-            optimizer.close()
+        elif saved == "in one file":
+            path = f"{tmp_path}/outer.keras"
+            grace.tensorflow.save_model(model, path)
+        for _ in range(2 if saved == "in one file" else bool(saved)):  # what was loaded, and saved again, too
+            model.optimizer.close()
             model = grace.tensorflow.load_model(path)
-        ends = [stepped(model, step) for step in range(3, 6)][-1]
+            if saved == "in one file":
+                grace.tensorflow.save_model(model, path)
+        ends = [stepped(model, step) for step in range(7, 11)][-1]
         model.optimizer.close()
         return ends
 
-    for a, b in zip(trained(None), trained(f"{tmp_path}/outer-{grace.rank()}.keras"), strict=True):
-        np.testing.assert_array_equal(a, b)
+    uninterrupted = trained("")
+    for saved in ("by each rank", "in one file"):
+        for a, b in zip(uninterrupted, trained(saved), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def fitted(strategy, folder):

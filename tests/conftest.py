@@ -1,6 +1,7 @@
 """Fixtures: pools of real gloo ranks, shared by all tests."""
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -35,6 +36,16 @@ def pytest_configure(config):
     """Fewer examples for ``@given`` in `make check`, which leaves out the slow tests."""
     usual = "quick" if "not slow" in config.option.markexpr else "all"
     settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzzing.py
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Look for no garbage meanwhile: what is imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session):

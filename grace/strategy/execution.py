@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 from grace.backends.topology import Topology, node_name
 from grace.core import documents
@@ -107,7 +108,7 @@ def resolve(
     """
     if isinstance(chosen, dict) and "name" in chosen:  # a file's document has no name, a builder's dict spec has one
         chosen = make("builder", chosen)
-    if isinstance(chosen, str) and not _is_file(chosen):
+    if isinstance(chosen, str) and not is_file(chosen):
         chosen = make("builder", chosen)
     if isinstance(chosen, Builder):
         return chosen.build(variables, cluster_of(resources, cluster))
@@ -118,8 +119,7 @@ def resolve(
 
         document, where = chosen, "the strategy"
         if isinstance(chosen, (str, Path)):
-            where = str(chosen)
-            document = documents.parse(documents.read(Path(chosen)), where)
+            document, where = read_document(chosen), str(chosen)
         elif not isinstance(chosen, dict):
             raise ConfigError(
                 f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(chosen).__name__}"
@@ -136,8 +136,16 @@ def resolve(
     return chosen
 
 
-def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml", ".json")) or os.path.isfile(text)  # not a folder of a builder's name
+def is_file(chosen: StrategyArg) -> bool:
+    """Return True if a strategy is given as a file: a path, or text that is no builder's spec."""
+    if not isinstance(chosen, str):
+        return isinstance(chosen, Path)
+    return chosen.endswith((".yaml", ".yml", ".json")) or os.path.isfile(chosen)  # not a folder of a builder's name
+
+
+def read_document(file: str | Path) -> Any:
+    """Return the document in a strategy's file."""
+    return documents.parse(documents.read(Path(file)), str(file))
 
 
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:

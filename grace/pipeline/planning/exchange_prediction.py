@@ -7,7 +7,6 @@ from pathlib import Path
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
-from grace.core import documents
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -18,7 +17,7 @@ from grace.planner.step_simulation import BucketCosts, Timeline, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
-from grace.strategy.execution import StrategyArg, resolve
+from grace.strategy.execution import StrategyArg, is_file, read_document, resolve
 from grace.strategy.plan import Strategy
 
 LEAST = Variable("", (1,))
@@ -126,8 +125,8 @@ def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str
     """
     if isinstance(strategy, Strategy):
         strategy = strategy.to_dict()
-    elif isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".yaml", ".yml", ".json"))):
-        strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
+    elif isinstance(strategy, (str, Path)) and is_file(strategy):
+        strategy = read_document(strategy)
     if not isinstance(strategy, dict) or "name" in strategy:
         return None
     odd = [name for name in strategy.get("variables") or () if name not in known]

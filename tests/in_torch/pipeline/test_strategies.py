@@ -1,6 +1,7 @@
 """Replicas of stages exchange by strategies: builders, documents, and ``auto``, which times each stage's exchange."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -79,6 +80,14 @@ def test_documents_are_cut_for_stages_and_checked():
     assert list(of_stage(document, ["middle.bias"])["variables"]) == ["middle.bias"]
     with pytest.raises(grace.ConfigError, match=r"this one has no parameter 'middle\.weight'"):
         documented(whole(), ["table.weight"])
+
+
+def test_a_strategys_file_may_have_any_name(tmp_path):
+    """``grace launch --strategy`` takes a file of any name."""
+    document, file = whole().to_dict(), tmp_path / "strategy"
+    file.write_text(json.dumps(document))
+    assert documented(str(file), document["variables"]) == document
+    assert documented("parallax", document["variables"]) is None
 
 
 @on_ranks(4)

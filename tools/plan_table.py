@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.hand_cuts import BY_HAND, cut_by_hand, with_blocks
 from grace.pipeline.planning.blocks import blocks
 from grace.pipeline.planning.pipedream import read_graph
-from grace.pipeline.planning.predict import data_parallel
+from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
@@ -48,7 +48,7 @@ def table(
         space = space_of(graph, count, batch, links, options)
         found = search(space, options)
         by_hand = [cut_by_hand(space, how) for how in BY_HAND.values()]
-        others = [data_parallel(space), *(None if plan is None else plan.seconds for plan in by_hand)]
+        others = [predict_data_parallel(space), *(None if plan is None else plan.seconds for plan in by_hand)]
         known = [plan.seconds for plan in by_hand if plan is not None]
         cells = ["-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in others]
         again = ", recomputing" if found.recompute else ""

@@ -77,7 +77,7 @@ class StrategyPlan(ExchangePlan):
         assert self.strategy is not None
         self.name = f"strategy {self.strategy.id}"  # raises if this rank does not know its methods
         self.strategy.check_model(variables)
-        return compiled(self.strategy, variables)
+        return make_shards(self.strategy, variables)
 
     def options(self) -> dict[str, object]:
         """Return the arguments of an optimizer that has this strategy, as a document."""
@@ -148,7 +148,7 @@ def read_document(file: str | Path) -> Any:
     return documents.parse(documents.read(Path(file)), str(file))
 
 
-def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
+def make_shards(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """Return the shards of all variables; parts with equal exchanges share one communicator."""
     communicators: dict[ShardPlan, Communicator] = {}
     keys: dict[Hashable, ShardPlan] = {}

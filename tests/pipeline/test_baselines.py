@@ -8,7 +8,7 @@ import pytest
 from benchmarks.hand_cuts import BY_HAND, cut_by_hand, equal_time
 from grace.errors import ConfigError
 from grace.pipeline.planning.pipedream import read_graph
-from grace.pipeline.planning.predict import data_parallel
+from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, plan
@@ -74,12 +74,12 @@ def test_data_parallelism_hides_exchanges_and_needs_the_memory():
     graph = chain(4, parameters=1e8, kept=1e8, rows=8)
     alone = 8 / 2 * 4 * 3.0 / 8
     slow, fast = (space_of(graph, 2, 8, Links(bandwidth)) for bandwidth in (1e8, 1e12))
-    assert data_parallel(fast) == pytest.approx(alone, rel=0.2)
-    assert alone < data_parallel(slow) < alone + 4e8 / 1e8
+    assert predict_data_parallel(fast) == pytest.approx(alone, rel=0.2)
+    assert alone < predict_data_parallel(slow) < alone + 4e8 / 1e8
     tight = SearchOptions(memory=1.36e9, memory_margin=0.0, optimizer_state=0.0)  # four micro-batches
-    assert data_parallel(space_of(graph, 2, 8, Links(1e12), tight)) == pytest.approx(alone, rel=0.2)
+    assert predict_data_parallel(space_of(graph, 2, 8, Links(1e12), tight)) == pytest.approx(alone, rel=0.2)
     too_tight = SearchOptions(memory=1e9, memory_margin=0.0)
-    assert data_parallel(space_of(graph, 2, 8, Links(1e9), too_tight)) is None
+    assert predict_data_parallel(space_of(graph, 2, 8, Links(1e9), too_tight)) is None
 
 
 def test_too_many_stages_are_refused():

@@ -13,7 +13,7 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import ModelBlock, units
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.predict import predicted
+from grace.pipeline.planning.predict import predict_cut
 from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
@@ -63,7 +63,7 @@ def test_the_search_equals_brute_force(data):
             assert found.longest == pytest.approx(best.longest)
             assert sum(found.replicas) == devices
             assert found.ends[-1] == space.count
-            made = predicted(space, setting, found)
+            made = predict_cut(space, setting, found)
             assert made is not None, "memory that the program counts is the rank's"
             space.graph.passed_on([stage.nodes for stage in made.stages])
             assert made.seconds >= max(1 * (s.forward + s.backward) * made.microbatches for s in made.stages) - 1e-9
@@ -81,7 +81,7 @@ def test_the_search_of_stages_with_as_many_replicas_equals_brute_force(data):
     one = StageSearch(space, setting, 2)
     found, best = one.cut(), exhaustive(one)
     assert found.longest == pytest.approx(best.longest)
-    made = predicted(space, setting, found)
+    made = predict_cut(space, setting, found)
     assert made.world_size == 4
     assert set(made.replicas) == {2}
     assert simulate(made.schedule, made.stages, made.microbatches).seconds == pytest.approx(made.seconds - made.exposed)
@@ -254,6 +254,6 @@ def test_what_is_chosen_is_near_the_best_of_all_that_could_be_played(seed):
         for ends, of, many in itertools.product(inner, replicas, (1, 2, 3, 4, 6, 12)):
             for schedule in ("gpipe", "1f1b"):
                 if all(space.rows(many, r) for r in of) and not schedule_error(schedule, stages, many):
-                    made = predicted(space, Setting(schedule, many), StageCut(0.0, (*ends, space.count), of))
+                    made = predict_cut(space, Setting(schedule, many), StageCut(0.0, (*ends, space.count), of))
                     best = min(best, made.seconds)
     assert best * (1 - 1e-9) <= chosen.seconds <= best * 1.1

@@ -90,7 +90,7 @@ class Exchanges:
             return [[]]
         costs = dataclasses.replace(self.costs, network=network)
         if self.strategy is not None and variables[0] is not LEAST:  # no document names it
-            own = of_stage(self.strategy, [variable.name for variable in variables])
+            own = strategy_of_stage(self.strategy, [variable.name for variable in variables])
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
             chosen = resolve(own, variables, Topology(["here"] * replicas), resources=resources)
             return [costs_of_strategy(chosen, costs)]
@@ -103,11 +103,11 @@ class Exchanges:
         return found
 
 
-def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
+def strategy_of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
     """Return the part of a strategy's document for one stage's variables, in their order. Its ranks are the stage's
     replicas.
 
-    >>> of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
+    >>> strategy_of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
     {'version': 1, 'variables': {'b': 2}}
     """
     if not isinstance(strategy, dict) or "variables" not in strategy:
@@ -117,7 +117,7 @@ def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
     return {**kept, "variables": {name: known[name] for name in names if name in known}}
 
 
-def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
+def strategy_document(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
     """Return the document of the user's strategy for parameters of ``known`` names; None if it is a builder.
 
     Raises:

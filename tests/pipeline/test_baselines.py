@@ -1,18 +1,20 @@
-"""Cuts by hand, and the table of plans beside them."""
+"""Plans of published profiles beside cuts by hand, and data parallelism."""
 
+import contextlib
 import itertools
 from pathlib import Path
 
 import pytest
 
-from benchmarks.hand_cuts import BY_HAND, cut_by_hand, equal_time
+from benchmarks.hand_cuts import BY_HAND, equal_time
 from grace.errors import ConfigError
+from grace.pipeline.planning.blocks import cut_at
 from grace.pipeline.planning.pipedream import read_graph
 from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
+from grace.pipeline.planning.stage_costs import Space
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, plan
-from tools.plan_table import table
 
 pytestmark = pytest.mark.slow
 
@@ -48,26 +50,28 @@ def test_cuts_by_hand_are_as_many_as_asked(name):
             assert cuts[-1] != graph.nodes[-1].name
 
 
-@pytest.mark.parametrize("gbit", [1, 10])
-def test_plans_are_never_slower_than_cuts_by_hand(gbit):
-    """Stages have few nodes here; the table's test has another model's."""
-    graph = read_graph(PROFILES / "vgg16.json")
+def cut_by_hand(space, how):
+    """The best plan of a rule for cuts, with as many replicas of every stage; None if memory suffices for none."""
+    found = []
+    count, graph = space.devices.count, space.graph
+    for stages in (s for s in range(2, min(count, len(graph.nodes)) + 1) if count % s == 0):
+        options = SearchOptions(stages=stages, replicas=count // stages, layout="replicas")
+        # the rule may cut nodes apart that must be together, or memory may not suffice
+        with contextlib.suppress(ConfigError):
+            made, facts = cut_at(graph, how(graph, stages)), (space.batch, space.limit, space.state, space.update)
+            found.append(search(Space(graph, made, space.devices, space.exchanges, *facts), options))
+    return min(found, key=lambda plan: plan.seconds, default=None)
+
+
+@pytest.mark.parametrize(("name", "gbit"), [("vgg16", 1), ("vgg16", 10), ("gnmt", 1), ("gnmt", 10)])
+def test_plans_are_never_slower_than_cuts_by_hand(name, gbit):
+    graph = read_graph(PROFILES / f"{name}.json")
     options = SearchOptions(memory=16e9, memory_margin=0.0)
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)
     found = search(space, SearchOptions())
     for how in BY_HAND.values():
         by_hand = cut_by_hand(space, how)
         assert by_hand is None or found.seconds <= by_hand.seconds * 1.03
-
-
-def test_the_table_compares_with_brute_force():
-    lines = table([PROFILES / "gnmt.json"], devices=(4,), gbits=(1, 10)).splitlines()
-    assert len(lines) == 4
-    for line in lines[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert len(cells) == 12
-        assert cells[-1] == "1.000"
-        assert float(cells[5]) <= min(float(cell) for cell in cells[6:10] if cell != "-")
 
 
 def test_data_parallelism_hides_exchanges_and_needs_the_memory():

@@ -24,7 +24,6 @@ from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, drawn, plan
-from tools.plan_table import exhaustive
 
 FAST = Links(1e12)
 
@@ -39,6 +38,34 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=math.inf):
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)
     compressor = draws.choice([None, "fp16"])
     return Space(graph, made, ranks, Exchanges(costs, compressor), batch, limit, draws.choice([0.0, 1.0, 2.0]))
+
+
+def exhaustive(search):
+    """Return the cut with the shortest longest stage by brute force; None if no cut is possible."""
+    count, stages, setting = search.space.count, search.stages, search.setting
+    costs = {}
+
+    def cuts(left, start, ranks, longest):
+        """Yield all cuts of the blocks from ``start`` on into the last ``left`` stages."""
+        if not left:
+            yield StageCut(longest, (), ())
+            return
+        if (left, ranks) not in costs:
+            costs[left, ranks] = search.cost(left, ranks).tolist()
+        if setting.equal_stages:
+            possible_replicas = (search.most,)
+        else:
+            possible_replicas = range(1, ranks - left + 2) if left > 1 else (ranks,)
+        for end in range(start + 1, count - left + 2) if left > 1 else (count,):
+            for replicas in possible_replicas:
+                cost = costs[left, ranks][start][end][replicas]
+                if math.isfinite(cost):
+                    for rest in cuts(left - 1, end, ranks - replicas, max(longest, cost)):
+                        yield StageCut(rest.longest, (end, *rest.ends), (replicas, *rest.replicas))
+
+    ranks = search.most * stages if setting.equal_stages else search.devices
+    every_cut = cuts(stages, 0, ranks, 0.0) if stages <= count else ()
+    return min(every_cut, key=lambda cut: cut.longest, default=None)
 
 
 @pytest.mark.slow

@@ -1,15 +1,10 @@
 """Cuts by hand that plans of pipelines are compared with: equal layers or parameters, and GPipe's balance."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
 from grace.errors import ConfigError
-from grace.pipeline.planning.blocks import ModelBlock, cut_at
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.search import SearchOptions, search
-from grace.pipeline.planning.stage_costs import Space
 
 
 def equal_layers(graph: Graph, stages: int) -> list[str]:
@@ -76,22 +71,3 @@ def _ends_within(sums: Sequence[float], most: float) -> list[int]:
             start = i - 1
             ends.append(start)
     return ends
-
-
-def with_blocks(space: Space, made: Sequence[ModelBlock]) -> Space:
-    """Return a space with other blocks."""
-    return Space(space.graph, made, space.devices, space.exchanges, space.batch, space.limit, space.state, space.update)
-
-
-def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
-    """Return the best plan of a rule for cuts, over every number of stages that divides the ranks, with as many
-    replicas each, every number of micro-batches and schedule, and with and without recomputation; None if memory
-    suffices for none of them. The blocks of ``space`` are not used; ``how`` is one of :data:`BY_HAND`."""
-    found = []
-    count, graph = space.devices.count, space.graph
-    for stages in (s for s in range(2, min(count, len(graph.nodes)) + 1) if count % s == 0):
-        options = SearchOptions(stages=stages, replicas=count // stages, layout="replicas")
-        # the rule may cut nodes apart that must be together, or memory may not suffice
-        with contextlib.suppress(ConfigError):
-            found.append(search(with_blocks(space, cut_at(graph, how(graph, stages))), options))
-    return min(found, key=lambda plan: plan.seconds, default=None)

@@ -1,16 +1,14 @@
 """Measurements of a cluster, an engine and methods, in a file for ``grace plan``."""
 
-import json
 import math
 import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from grace.core import documents
-from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.core.documents import shown
 from grace.core.schema_words import read_record
@@ -92,8 +90,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, object]:
         """Return the file's document."""
-        # through JSON: tuples become lists, as they are when the file is read
-        return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
+        return {"format": FORMAT, **documents.to_plain(self)}
 
     @classmethod
     def from_dict(cls, document: object) -> "Calibration":
@@ -111,8 +108,7 @@ class Calibration:
     def write(self, path: Path) -> None:
         """Write a file, which is there whole or not at all; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as draft:
-            draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        documents.write(path, self.to_dict())
 
 
 def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, now: float | None = None) -> Calibration:

@@ -119,19 +119,17 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
 
 
 def _draw_schedule(plan: pipeline_plan.Plan, axes: Axes) -> None:
-    """Draw actions over the time of a step; replicas of stages have one row."""
+    """Draw computations over the time of a step; replicas of a stage have one row."""
     played = simulate(plan.schedule, plan.stages, plan.microbatches)
-    groups = list(dict.fromkeys(stage.ranks for stage in plan.stages))
     looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
     for event in played.events:
         width = 1e3 * (event.end - event.start)
         axes.barh(event.stage, width, left=1e3 * event.start, edgecolor="white", **looks[event.kind])
         if len(played.events) <= MOST_NUMBERS:
             axes.text(1e3 * event.start, event.stage, f" {event.microbatch}", va="center", clip_on=True)
-    for row, ranks in enumerate(groups):
-        exchange = sum(stage.exchange for stage in plan.stages if stage.ranks == ranks)
-        axes.barh(row, 1e3 * exchange, left=1e3 * played.done[row], color="C2", label="the gradients' exchange")
-    names = [f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" for ranks in groups]
-    axes.set_yticks(range(len(groups)), [short(name) for name in names])
+    for row, (stage, done) in enumerate(zip(plan.stages, played.done, strict=True)):
+        axes.barh(row, 1e3 * stage.exchange, left=1e3 * done, color="C2", label="the gradients' exchange")
+    names = [f"rank{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.ranks))}" for stage in plan.stages]
+    axes.set_yticks(range(len(names)), [short(name) for name in names])
     axes.invert_yaxis()
     axes.set_xlabel("ms")

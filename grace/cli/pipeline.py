@@ -20,11 +20,11 @@ from grace.cli.terminal import check_outputs, standard_output
 from grace.core.quantities import SECONDS, parse_bytes, parse_quantity, parse_rate
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.pipeline.planning.exchange_prediction import documented
+from grace.pipeline.planning.exchange_prediction import strategy_document
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipedream import read_graph
 from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
-from grace.pipeline.planning.predict import data_parallel
+from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
@@ -171,7 +171,9 @@ def plan(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
         )
     graph = load_graph(profile, model, dry)
-    chosen = asked.strategy and (documented(asked.strategy, {**graph.parameters, **graph.held}) or asked.strategy)
+    chosen = asked.strategy and (
+        strategy_document(asked.strategy, {**graph.parameters, **graph.held}) or asked.strategy
+    )
     rows = graph.rows * devices if asked.batch is None else asked.batch
     if asked.nodes > devices:
         raise ConfigError(f"{devices} devices cannot be on {asked.nodes} nodes")
@@ -186,7 +188,7 @@ def plan(
     if found.world_size < devices:
         print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
     space = space_of(graph, devices, rows, costs, replace(options, cuts=None))
-    alone = data_parallel(space)
+    alone = predict_data_parallel(space)
     if alone is not None and alone < found.seconds:
         print(
             f"Data parallelism alone is faster: {1e3 * alone:.3f} ms a step, {1 - alone / found.seconds:.0%} less. Use "

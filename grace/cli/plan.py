@@ -1,7 +1,6 @@
 """``grace plan``: a strategy chosen by prediction, before any cluster exists."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +17,7 @@ from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
 from grace.cli.plan_inputs import PlanRequest, build_problem, choose_cluster, load_model, read_calibration
 from grace.cli.terminal import check_outputs, standard_output
-from grace.core.atomic_files import atomic_write
+from grace.core import documents
 from grace.core.version import __version__
 from grace.planner.explain import HEADINGS, Plan, plan_of
 from grace.planner.greedy import find_candidates
@@ -114,8 +113,7 @@ def plan(
                 {"name": spec, **{key: getattr(step, key) for key in OUTER_FIGURES}} for spec, step in outer.items()
             ],
         }
-        with atomic_write(json_file) as draft:
-            draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        documents.write(json_file, document)
         written.append(str(json_file))
     if report is not None:
         from grace.cli.pages import write_plan

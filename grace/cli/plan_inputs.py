@@ -37,7 +37,7 @@ from grace.planner.costs import DefaultCodecs
 from grace.planner.error_budget import REFERENCE
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
-from grace.planner.planning import measured
+from grace.planner.planning import measure_problem
 from grace.planner.problem import Problem
 from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths
@@ -275,7 +275,7 @@ def build_problem(
     errors = "as expected of synthetic gradients"
     if measures:
         known = costs.codecs if calibration is not None else {}
-        problem = measure_methods(
+        problem = measure_on_gradients(
             problem, model.framework, gradients, lambda operation, done: progress(operation, 0.2 + 0.6 * done)
         )
         costs = replace(costs, codecs={**known, **problem.costs.codecs})
@@ -297,7 +297,7 @@ def build_problem(
     return problem, sources
 
 
-def measure_methods(
+def measure_on_gradients(
     problem: Problem, framework: str, gradients: Mapping[str, Tensor | SparseRows], progress: ShowProgress
 ) -> Problem:
     """Return the problem with the codecs of all methods, and their errors, measured on gradients.
@@ -309,5 +309,5 @@ def measure_methods(
     if not samples:
         raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
     errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
-    found, _ = measured(replace(problem, errors=errors), LocalBackend(), samples, progress=progress)
+    found, _ = measure_problem(replace(problem, errors=errors), LocalBackend(), samples, progress=progress)
     return found if gradients else replace(found, errors=errors)

@@ -13,6 +13,7 @@ from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import of_bytes
 from grace.cli.inputs import MOST_RANKS, load_cluster, load_variables
 from grace.cli.terminal import check_outputs, standard_output
+from grace.core import documents
 from grace.core.component import is_ours
 from grace.core.registry import make
 from grace.errors import ConfigError
@@ -97,16 +98,13 @@ def schema(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; the screen if left out.")] = None,
 ) -> None:
     """Print the JSON Schema of strategy files, with which editors complete and check them."""
-    from grace.core.atomic_files import atomic_write
     from grace.strategy.schema import json_schema
 
     check_outputs(out)
-    text = json.dumps(json_schema(), indent=1)
     if out is None:
-        print(text)
-        return
-    with atomic_write(out) as draft:
-        draft.write_text(text + "\n")
+        print(json.dumps(json_schema(), indent=1))
+    else:
+        documents.write(out, json_schema())
 
 
 def _load(path: Path, model: str | None, resources: Path | None, ranks: int | None) -> Strategy:

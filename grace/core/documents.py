@@ -3,13 +3,18 @@
 JSON needs nothing but Python; YAML its package.
 """
 
+import dataclasses
 import json
 import math
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError, missing_extra
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DEEPEST = 50
 """Largest depth of nested lists and objects. Readers of documents may recurse over them."""
@@ -27,6 +32,17 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
+
+
+def write(path: str | Path, document: object) -> None:
+    """Write a document as JSON to a file, which is there whole or not at all."""
+    with atomic_write(path) as draft:
+        draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def to_plain(record: "DataclassInstance") -> dict[str, Any]:
+    """Return a dataclass, and those in it, as plain data: as they are when JSON is read, with lists for tuples."""
+    return json.loads(json.dumps(dataclasses.asdict(record)))  # type: ignore[no-any-return]
 
 
 def parse(text: str, where: str, infinite: bool = False, only_json: bool = False) -> Any:

@@ -18,7 +18,7 @@ from grace.planner.costs import CodecCost
 from grace.planner.network import KINDS, Network
 from grace.planner.step_simulation import BucketCosts, Transfer
 from grace.session.sharding import Shard, make_buckets
-from grace.strategy.execution import compiled
+from grace.strategy.execution import make_shards
 from grace.strategy.plan import Strategy
 
 DENSE = "allreduce, none, none"
@@ -64,7 +64,7 @@ def costs_of_strategy(strategy: Strategy, costs: Costs) -> list[BucketCosts]:
     >>> work.names, work.transfers[0].nbytes
     (('a', 'b'), 8048.0)
     """
-    shards = compiled(strategy, strategy.variables)
+    shards = make_shards(strategy, strategy.variables)
     others = {shard.whole.name: _other_way(shard) for shard in shards}
     if name := next(filter(others.get, others), ""):
         said = "and predicted as if all ranks exchanged it in every step"

@@ -81,7 +81,7 @@ class Planning:
         problem = Problem(
             self.variables, timeline, costs, cluster, errors, options.quality, options.methods, options.seed
         )
-        self.problem, left_out = measured(problem, self.backend, gradients, self.oversubscribed)
+        self.problem, left_out = measure_problem(problem, self.backend, gradients, self.oversubscribed)
         self.remarks = [f"not measured: {choice}: {why}" for choice, why in left_out.items()]
 
     def find_candidates(self, skew: float = 0.0) -> list[Candidate]:
@@ -103,7 +103,7 @@ class Planning:
         return plan.to_dict(), "; ".join([plan.why, *plan.remarks[len(self.remarks) :]])
 
 
-def measured(
+def measure_problem(
     problem: Problem,
     backend: Backend,
     gradients: Mapping[str, Tensor],

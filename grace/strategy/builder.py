@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
-from grace.backends.topology import Host, Topology
+from grace.backends.topology import Topology
 from grace.communicators.choice import default_communicator
 from grace.core.component import Component
 from grace.core.compressor import Compressor
@@ -22,31 +22,21 @@ if TYPE_CHECKING:  # it needs pydantic, which a run without a strategy does not
     from grace.launch.cluster import Resources
 
 
-Cluster = Union[Topology, "OneNode", "Resources"]
+Cluster = Union[Topology, "Resources"]
 """Cluster as builders see it: ``world_size``, the number of ranks; ``ranks``, the number of each rank's node; and
 ``nodes``, each with its ``address``, the numbers of its ``gpus`` and ``cpus``, and its ``network_bandwidth`` in Gbit/s,
 None where no file tells it."""
 
 
-@dataclass(frozen=True)
-class OneNode:
-    """Cluster of one node, for examples and for runs without a resource spec.
+class OneNode(Topology):
+    """Cluster of so many ranks on this machine, for examples and for runs without a resource spec.
 
     >>> OneNode(3).ranks
     [0, 0, 0]
     """
 
-    world_size: int
-
-    @property
-    def nodes(self) -> list[Host]:
-        """This machine."""
-        return Topology(["localhost"]).nodes
-
-    @property
-    def ranks(self) -> list[int]:
-        """For each rank, the number of its node."""
-        return [0] * self.world_size
+    def __init__(self, world_size: int):
+        super().__init__(["localhost"] * world_size)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 from grace.backends.topology import Topology, node_name
 from grace.core import documents
@@ -76,7 +77,7 @@ class StrategyPlan(ExchangePlan):
         assert self.strategy is not None
         self.name = f"strategy {self.strategy.id}"  # raises if this rank does not know its methods
         self.strategy.check_model(variables)
-        return compiled(self.strategy, variables)
+        return make_shards(self.strategy, variables)
 
     def options(self) -> dict[str, object]:
         """Return the arguments of an optimizer that has this strategy, as a document."""
@@ -107,7 +108,7 @@ def resolve(
     """
     if isinstance(chosen, dict) and "name" in chosen:  # a file's document has no name, a builder's dict spec has one
         chosen = make("builder", chosen)
-    if isinstance(chosen, str) and not _is_file(chosen):
+    if isinstance(chosen, str) and not is_file(chosen):
         chosen = make("builder", chosen)
     if isinstance(chosen, Builder):
         return chosen.build(variables, cluster_of(resources, cluster))
@@ -118,8 +119,7 @@ def resolve(
 
         document, where = chosen, "the strategy"
         if isinstance(chosen, (str, Path)):
-            where = str(chosen)
-            document = documents.parse(documents.read(Path(chosen)), where)
+            document, where = read_document(chosen), str(chosen)
         elif not isinstance(chosen, dict):
             raise ConfigError(
                 f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(chosen).__name__}"
@@ -136,11 +136,19 @@ def resolve(
     return chosen
 
 
-def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml", ".json")) or os.path.isfile(text)  # not a folder of a builder's name
+def is_file(chosen: StrategyArg) -> bool:
+    """Return True if a strategy is given as a file: a path, or text that is no builder's spec."""
+    if not isinstance(chosen, str):
+        return isinstance(chosen, Path)
+    return chosen.endswith((".yaml", ".yml", ".json")) or os.path.isfile(chosen)  # not a folder of a builder's name
 
 
-def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
+def read_document(file: str | Path) -> Any:
+    """Return the document in a strategy's file."""
+    return documents.parse(documents.read(Path(file)), str(file))
+
+
+def make_shards(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """Return the shards of all variables; parts with equal exchanges share one communicator."""
     communicators: dict[ShardPlan, Communicator] = {}
     keys: dict[Hashable, ShardPlan] = {}

@@ -9,7 +9,7 @@ from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import make_buckets
 from grace.strategy.builder import Builder, Cluster
-from grace.strategy.execution import compiled
+from grace.strategy.execution import make_shards
 from grace.strategy.plan import Strategy, VariablePlan
 
 
@@ -64,7 +64,7 @@ def in_buckets(strategy: Strategy) -> Strategy:
     """
     shards = [
         shard if shard.variable.sparse else replace(shard, limits=Limits())  # a sparse gradient has few rows
-        for shard in compiled(strategy, strategy.variables)
+        for shard in make_shards(strategy, strategy.variables)
     ]
     groups = {variable.name: bucket.index for bucket in make_buckets(shards) for variable in bucket.variables}
     plans = []

@@ -1,6 +1,5 @@
 """Strategy files: JSON or YAML in one schema, validated field by field."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -287,12 +286,10 @@ def load(path: str | Path, variables: Sequence[Variable] | None = None, cluster:
 
 def dump(strategy: Strategy, path: str | Path) -> None:
     """Write a strategy: JSON if the name ends in .json, else YAML."""
-    document = strategy.to_dict()
     if str(path).endswith(".json"):
-        text = json.dumps(document, indent=1) + "\n"
-    else:
-        import yaml  # JSON does without
+        documents.write(path, strategy.to_dict())
+        return
+    import yaml  # JSON does without
 
-        text = yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
     with atomic_write(path) as draft:
-        draft.write_text(text)
+        draft.write_text(yaml.safe_dump(strategy.to_dict(), sort_keys=False, width=110, default_flow_style=None))

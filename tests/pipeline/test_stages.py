@@ -13,7 +13,7 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import ModelBlock, units
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.predict import predicted
+from grace.pipeline.planning.predict import predict_cut
 from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
@@ -24,7 +24,6 @@ from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain, drawn, plan
-from tools.plan_table import exhaustive
 
 FAST = Links(1e12)
 
@@ -39,6 +38,34 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=math.inf):
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)
     compressor = draws.choice([None, "fp16"])
     return Space(graph, made, ranks, Exchanges(costs, compressor), batch, limit, draws.choice([0.0, 1.0, 2.0]))
+
+
+def exhaustive(search):
+    """Return the cut with the shortest longest stage by brute force; None if no cut is possible."""
+    count, stages, setting = search.space.count, search.stages, search.setting
+    costs = {}
+
+    def cuts(left, start, ranks, longest):
+        """Yield all cuts of the blocks from ``start`` on into the last ``left`` stages."""
+        if not left:
+            yield StageCut(longest, (), ())
+            return
+        if (left, ranks) not in costs:
+            costs[left, ranks] = search.cost(left, ranks).tolist()
+        if setting.equal_stages:
+            possible_replicas = (search.most,)
+        else:
+            possible_replicas = range(1, ranks - left + 2) if left > 1 else (ranks,)
+        for end in range(start + 1, count - left + 2) if left > 1 else (count,):
+            for replicas in possible_replicas:
+                cost = costs[left, ranks][start][end][replicas]
+                if math.isfinite(cost):
+                    for rest in cuts(left - 1, end, ranks - replicas, max(longest, cost)):
+                        yield StageCut(rest.longest, (end, *rest.ends), (replicas, *rest.replicas))
+
+    ranks = search.most * stages if setting.equal_stages else search.devices
+    every_cut = cuts(stages, 0, ranks, 0.0) if stages <= count else ()
+    return min(every_cut, key=lambda cut: cut.longest, default=None)
 
 
 @pytest.mark.slow
@@ -63,7 +90,7 @@ def test_the_search_equals_brute_force(data):
             assert found.longest == pytest.approx(best.longest)
             assert sum(found.replicas) == devices
             assert found.ends[-1] == space.count
-            made = predicted(space, setting, found)
+            made = predict_cut(space, setting, found)
             assert made is not None, "memory that the program counts is the rank's"
             space.graph.passed_on([stage.nodes for stage in made.stages])
             assert made.seconds >= max(1 * (s.forward + s.backward) * made.microbatches for s in made.stages) - 1e-9
@@ -81,7 +108,7 @@ def test_the_search_of_stages_with_as_many_replicas_equals_brute_force(data):
     one = StageSearch(space, setting, 2)
     found, best = one.cut(), exhaustive(one)
     assert found.longest == pytest.approx(best.longest)
-    made = predicted(space, setting, found)
+    made = predict_cut(space, setting, found)
     assert made.world_size == 4
     assert set(made.replicas) == {2}
     assert simulate(made.schedule, made.stages, made.microbatches).seconds == pytest.approx(made.seconds - made.exposed)
@@ -254,6 +281,6 @@ def test_what_is_chosen_is_near_the_best_of_all_that_could_be_played(seed):
         for ends, of, many in itertools.product(inner, replicas, (1, 2, 3, 4, 6, 12)):
             for schedule in ("gpipe", "1f1b"):
                 if all(space.rows(many, r) for r in of) and not schedule_error(schedule, stages, many):
-                    made = predicted(space, Setting(schedule, many), StageCut(0.0, (*ends, space.count), of))
+                    made = predict_cut(space, Setting(schedule, many), StageCut(0.0, (*ends, space.count), of))
                     best = min(best, made.seconds)
     assert best * (1 - 1e-9) <= chosen.seconds <= best * 1.1

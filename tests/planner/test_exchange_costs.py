@@ -24,7 +24,7 @@ from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.builder import OneNode
-from grace.strategy.execution import compiled
+from grace.strategy.execution import make_shards
 from tests.support.drawing import THOROUGH
 from tests.support.pairwise import pairwise
 from tests.support.pretended import Pretended, sent_by
@@ -175,7 +175,7 @@ def test_strategies_send_the_bytes_that_are_predicted(builder, compressor, rank)
     strategy = make("builder", {**make("builder", builder).to_dict(), "compressor": compressor}).build(
         VARIABLES, OneNode(3)
     )
-    shards = compiled(strategy, VARIABLES)
+    shards = make_shards(strategy, VARIABLES)
     sent, *_ = exchanged(shards, VARIABLES, 3, rank)
     found = costs_of_strategy(strategy, costs_for(shards))
     assert sent_by(found, rank) == pytest.approx(sent, abs=3 * sum(len(work.transfers) for work in found))
@@ -210,7 +210,7 @@ def test_delayed_exchanges_hold_what_is_under_way():
     parts = [ShardPlan(Sync("reduce_broadcast", staleness=n), "topk(ratio=0.1)") for n in (0, 1, 4)]
     found = []
     for part in parts:
-        shards = compiled(strategy_of(part, 3, LARGE), LARGE)
+        shards = make_shards(strategy_of(part, 3, LARGE), LARGE)
         found += costs_of_strategy(strategy_of(part, 3, LARGE), costs_for(shards))
     assert found[0].memory < found[1].memory < found[2].memory
     assert found[0].transfers == found[1].transfers

@@ -17,7 +17,7 @@ from grace.planner.network import Links
 from grace.planner.problem import Problem, methods_of
 from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import OneNode
-from grace.strategy.execution import compiled
+from grace.strategy.execution import make_shards
 from tests.support import warm
 from tests.support.drawing import THOROUGH
 
@@ -77,7 +77,7 @@ def test_no_uniform_plan_is_better_and_none_breaks_a_bound(seed):
         choice = greedy.uniform(number)
         assert steps[0] <= greedy.score(choice)[0] + 1e-9
     for one in found:
-        assert compiled(one.strategy, problem.variables)
+        assert make_shards(one.strategy, problem.variables)
         assert problem.predict(one.strategy) == one.prediction
         assert one.share <= 1 + 1e-9
         for plan in one.strategy.plans:

@@ -15,7 +15,7 @@ from grace.planner.outer_plans import PERIOD, outer_plans
 from grace.planner.problem import Problem
 from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import OneNode
-from grace.strategy.execution import compiled
+from grace.strategy.execution import make_shards
 from tests.support.strategies import sent_by_rank
 
 MEGA = [Variable(f"w{i}", (1024, 1025)) for i in range(16)]
@@ -33,7 +33,7 @@ def test_bytes_and_memory_of_outer_plans_are_those_of_their_strategies(ranks):
     problem = problem_of(1e8, [*MEGA[:2], Variable("table", (900, 16), sparse=True), Variable("b", (7,))], ranks=ranks)
     for (spec, prediction), bits in zip(outer_plans(problem).items(), (32, 4), strict=True):
         strategy = make("builder", spec).build(problem.variables, OneNode(ranks))
-        assert {shard.period for shard in compiled(strategy, strategy.variables)} == {PERIOD}
+        assert {shard.period for shard in make_shards(strategy, strategy.variables)} == {PERIOD}
         sent = max(sent_by_rank(strategy))  # without headers
         assert sent < prediction.sent < sent * 1.01 + 64
         elements = sum(variable.numel for variable in problem.variables)

@@ -12,7 +12,7 @@ from grace.session.bucketing import Limits
 from grace.session.sharding import make_buckets
 from grace.session.sharding import uniform as sharded
 from grace.strategy.builder import OneNode
-from grace.strategy.execution import compiled
+from grace.strategy.execution import make_shards
 from tests.support.examples import examples
 
 LIST = [
@@ -295,4 +295,4 @@ def test_groups_are_cut_as_an_optimizers_buckets_so_that_they_travel_beside_back
     spec = {**make("builder", builder.format(f"'{method}'")).to_dict(), "compressor": method}
     strategy = make("builder", spec).build(model, OneNode(2))
     names = [[v.name for v in bucket.variables] for bucket in buckets]
-    assert [[v.name for v in bucket.variables] for bucket in make_buckets(compiled(strategy, model))] == names
+    assert [[v.name for v in bucket.variables] for bucket in make_buckets(make_shards(strategy, model))] == names

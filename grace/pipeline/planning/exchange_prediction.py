@@ -7,7 +7,6 @@ from pathlib import Path
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
-from grace.core import documents
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -18,7 +17,7 @@ from grace.planner.step_simulation import BucketCosts, Timeline, simulate
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
-from grace.strategy.execution import StrategyArg, resolve
+from grace.strategy.execution import StrategyArg, is_file, read_document, resolve
 from grace.strategy.plan import Strategy
 
 LEAST = Variable("", (1,))
@@ -91,7 +90,7 @@ class Exchanges:
             return [[]]
         costs = dataclasses.replace(self.costs, network=network)
         if self.strategy is not None and variables[0] is not LEAST:  # no document names it
-            own = of_stage(self.strategy, [variable.name for variable in variables])
+            own = strategy_of_stage(self.strategy, [variable.name for variable in variables])
             resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
             chosen = resolve(own, variables, Topology(["here"] * replicas), resources=resources)
             return [costs_of_strategy(chosen, costs)]
@@ -104,11 +103,11 @@ class Exchanges:
         return found
 
 
-def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
+def strategy_of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
     """Return the part of a strategy's document for one stage's variables, in their order. Its ranks are the stage's
     replicas.
 
-    >>> of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
+    >>> strategy_of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
     {'version': 1, 'variables': {'b': 2}}
     """
     if not isinstance(strategy, dict) or "variables" not in strategy:
@@ -118,7 +117,7 @@ def of_stage(strategy: StrategyArg, names: Collection[str]) -> StrategyArg:
     return {**kept, "variables": {name: known[name] for name in names if name in known}}
 
 
-def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
+def strategy_document(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
     """Return the document of the user's strategy for parameters of ``known`` names; None if it is a builder.
 
     Raises:
@@ -126,8 +125,8 @@ def documented(strategy: StrategyArg | None, known: Collection[str]) -> dict[str
     """
     if isinstance(strategy, Strategy):
         strategy = strategy.to_dict()
-    elif isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".yaml", ".yml", ".json"))):
-        strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
+    elif isinstance(strategy, (str, Path)) and is_file(strategy):
+        strategy = read_document(strategy)
     if not isinstance(strategy, dict) or "name" in strategy:
         return None
     odd = [name for name in strategy.get("variables") or () if name not in known]

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grace.core import documents
-from grace.core.atomic_files import atomic_write
 from grace.core.schema_words import read_record
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -272,8 +271,7 @@ class Graph:
 
     def save(self, path: str | Path) -> None:
         """Write the graph to a file, as JSON."""
-        with atomic_write(path) as draft:
-            draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        documents.write(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> "Graph":

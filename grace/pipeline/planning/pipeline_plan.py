@@ -1,13 +1,10 @@
 """The plan of a pipeline: nodes and ranks of each stage, and the predicted seconds and memory of a step."""
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grace.core import documents
-from grace.core.atomic_files import atomic_write
 from grace.core.quantities import align_columns, show_bytes, show_ms
 from grace.core.schema_words import read_record
 from grace.core.version import __version__
@@ -160,9 +157,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """Return the plan as a JSON document."""
-        document = dataclasses.asdict(self)
-        document["versions"] = dict(self.versions)  # which asdict does not make a dict
-        return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
+        return documents.to_plain(self)
 
     @classmethod
     def from_dict(cls, document: object, source: str = "the plan") -> "Plan":
@@ -181,8 +176,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""
-        with atomic_write(path) as draft:
-            draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        documents.write(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -11,7 +11,7 @@ from grace.pipeline.planning.stage_search import StageCut
 from grace.planner.step_simulation import Timeline
 
 
-def predicted(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
+def predict_cut(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
     """Return the plan of a cut; None if its memory does not suffice."""
     memory = memory_of(space, setting, cut)
     if max(memory) > space.limit * (1 + 1e-12):
@@ -91,7 +91,7 @@ def _exchange_seconds(space: Space, cut: StageCut, groups: Sequence[tuple[int, .
     return total + space.exchange(i, j, len(groups[stage]), *space.devices.exchange(groups, stage))
 
 
-def data_parallel(space: Space) -> float | None:
+def predict_data_parallel(space: Space) -> float | None:
     """Return the seconds of a step of data parallelism alone, whose exchange overlaps backward. It accumulates over as
     few micro-batches as memory suffices for; None if memory suffices for none."""
     graph, count = space.graph, space.devices.count

@@ -13,7 +13,7 @@ from grace.pipeline.planning.blocks import blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import Plan
-from grace.pipeline.planning.predict import memory_of, predicted
+from grace.pipeline.planning.predict import memory_of, predict_cut
 from grace.pipeline.planning.rank_layout import LAYOUTS, Devices
 from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
 from grace.pipeline.planning.stage_costs import Setting, Space
@@ -254,7 +254,7 @@ def search(space: Space, options: SearchOptions) -> Plan:
     for seconds, number in sorted(estimates):
         one = searches[number]
         cut = one.cut() if math.isfinite(seconds) else None
-        found = None if cut is None else predicted(space, one.setting, cut)
+        found = None if cut is None else predict_cut(space, one.setting, cut)
         if cut is not None and found is not None:
             candidates.append(_Candidate(round(found.seconds, 9), number, one, cut, found))
         if len(candidates) >= BEST:  # settings come in the order of their estimates
@@ -295,7 +295,7 @@ def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Pla
         possible = all(i < j for i, j in other.bounds) and all(
             r > 0 and space.rows(under.microbatches, r) for r in other.replicas
         )
-        found = predicted(space, under, other) if possible else None
+        found = predict_cut(space, under, other) if possible else None
         if found is None or found.seconds >= best.seconds * (1 - 1e-9):  # rounding errors must not move for ever
             return False
         best, cut, setting = found, other, under

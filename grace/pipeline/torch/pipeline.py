@@ -19,7 +19,7 @@ from grace.backends.topology import Topology, node_name
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.pipeline.planning.exchange_prediction import documented
+from grace.pipeline.planning.exchange_prediction import strategy_document
 from grace.pipeline.planning.pipeline_plan import Plan
 from grace.pipeline.planning.search import Numbers, SearchOptions
 from grace.pipeline.torch import node_costs, pipeline_state
@@ -250,7 +250,7 @@ class Pipeline:
             strategy = chosen_strategy(self.options)
             options = dataclasses.replace(
                 self.search_options,
-                strategy=documented(strategy, dict(self.model.named_parameters())) or strategy,
+                strategy=strategy_document(strategy, dict(self.model.named_parameters())) or strategy,
                 nodes=Topology(hosts).ranks,
                 optimizer_state=state_bytes(self.make_optimizer, self.model.parameters()),
                 optimizer_seconds=update,

@@ -15,7 +15,7 @@ from grace.core.backend import Backend
 from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
-from grace.pipeline.planning.exchange_prediction import documented, of_stage
+from grace.pipeline.planning.exchange_prediction import strategy_document, strategy_of_stage
 from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.plan_search import MakeOptimizer
 from grace.planner.uniform_plans import Baseline
@@ -118,7 +118,7 @@ class Gradients:
         with failing_together(mesh.backend, "a pipeline"):
             self._make_user_optimizer(make_optimizer)
         strategy = chosen_strategy(options)
-        document = from_root(lambda: documented(strategy, self.holders))  # the file is on rank 0's host
+        document = from_root(lambda: strategy_document(strategy, self.holders))  # the file is on rank 0's host
         with failing_together(mesh.backend, "a pipeline"):
             self._distribute(options, document or strategy)
         with torch.no_grad():
@@ -161,7 +161,7 @@ class Gradients:
         chosen = dict(options)
         if strategy is not None:
             self.has_strategy = True
-            chosen["strategy"] = of_stage(strategy, self.parameters)
+            chosen["strategy"] = strategy_of_stage(strategy, self.parameters)
         # A stage of one replica exchanges nothing (_skip_exchange), but counts steps and saves a state like others.
         if self.mesh.stage_backend.size == 1:
             chosen = {"op": options.get("op", "average"), "seed": options.get("seed", 0)}

@@ -1,13 +1,14 @@
 """Replicas of stages exchange by strategies: builders, documents, and ``auto``, which times each stage's exchange."""
 
 import copy
+import json
 
 import pytest
 import torch
 
 import grace
 from grace.core.variable import Variable
-from grace.pipeline.planning.exchange_prediction import documented, of_stage
+from grace.pipeline.planning.exchange_prediction import strategy_document, strategy_of_stage
 from grace.planner import driver, planning
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.pipelines import made, pipeline, run_steps
@@ -75,10 +76,18 @@ def test_parts_of_a_state_that_are_of_another_save_are_refused_whichever_stage_t
 
 
 def test_documents_are_cut_for_stages_and_checked():
-    document = documented(whole(), ["table.weight", "middle.weight", "middle.bias"])
-    assert list(of_stage(document, ["middle.bias"])["variables"]) == ["middle.bias"]
+    document = strategy_document(whole(), ["table.weight", "middle.weight", "middle.bias"])
+    assert list(strategy_of_stage(document, ["middle.bias"])["variables"]) == ["middle.bias"]
     with pytest.raises(grace.ConfigError, match=r"this one has no parameter 'middle\.weight'"):
-        documented(whole(), ["table.weight"])
+        strategy_document(whole(), ["table.weight"])
+
+
+def test_a_strategys_file_may_have_any_name(tmp_path):
+    """``grace launch --strategy`` takes a file of any name."""
+    document, file = whole().to_dict(), tmp_path / "strategy"
+    file.write_text(json.dumps(document))
+    assert strategy_document(str(file), document["variables"]) == document
+    assert strategy_document("parallax", document["variables"]) is None
 
 
 @on_ranks(4)

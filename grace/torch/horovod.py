@@ -91,8 +91,7 @@ class HorovodSession(Session):
         self.held: list[Bucket] = []
         """Buckets that are ready and begin after backward, while a plan is measured."""
         self.computed_alone = False
-        """True if a gradient was computed that is not exchanged as it is: a hook of the program removed it, or the ranks
-        train alone."""
+        """True if a gradient was computed that Horovod does not see: a hook removed it, or the ranks train alone."""
         self.missing_parameters = self.bucket_parameters.copy()
         self.gradient_versions = {}
         self.checked = False
@@ -303,8 +302,8 @@ class HorovodOptimizer(_DistributedOptimizer):
                 recorder.run.gradient()
             alive.cleared_since_step = False
             # A hook of the program may have removed it; the tensor it stores instead is exchanged in step().
-            # While the ranks train alone there are no buckets: Horovod would take the gradient for one that is under way,
-            # and refuse zero_grad() and a second backward pass.
+            # While the ranks train alone there are no buckets: Horovod would take the gradient for one in progress, and
+            # refuse zero_grad() and a second backward pass.
             alone = p.grad is None or not alive.runner.buckets
             alive.computed_alone |= alone
             if alone or alive.optimizer._paused:

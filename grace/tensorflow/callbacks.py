@@ -217,7 +217,8 @@ class AnchorCallback(keras.callbacks.Callback):
         if not distributed_in(self.model.optimizer):
             raise ConfigError(
                 "AnchorCallback gives a model what the ranks of a distributed optimizer share, and the model's is not "
-                "distributed: compile it with grace.DistributedOptimizer(..., outer=...)"
+                "distributed: compile it with grace.DistributedOptimizer(..., outer=...). If the model has "
+                "distributed optimizers as attributes, as a GAN has, call their anchor() and flush() instead"
             )
 
     def on_test_begin(self, logs: Logs | None = None) -> None:

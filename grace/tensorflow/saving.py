@@ -36,7 +36,10 @@ def save_model(model: keras.Model, path: str | Path) -> None:
     """
     optimizer = distributed(model.optimizer)
     if optimizer is None:
-        raise ConfigError("the model's optimizer is not a distributed one; save it with model.save(path)")
+        raise ConfigError(
+            "the model's optimizer is not a distributed one; save it with model.save(path). If the model has "
+            "distributed optimizers as attributes, as a GAN has, save all in a tf.train.Checkpoint on every rank"
+        )
     remembered, session = optimizer.grace_state, optimizer._grace
     remembered.everyone = session.state(everyone=True)
     remembered.slots = session.slots()

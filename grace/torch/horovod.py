@@ -90,8 +90,8 @@ class HorovodSession(Session):
         self.sparse: set[torch.nn.Parameter] = set()
         self.held: list[Bucket] = []
         """Buckets that are ready and begin after backward, while a plan is measured."""
-        self.gradient_removed = False
-        """True if a hook of the program removed a gradient."""
+        self.computed_alone = False
+        """True if a gradient was computed that Horovod does not see: a hook removed it, or the ranks train alone."""
         self.missing_parameters = self.bucket_parameters.copy()
         self.gradient_versions = {}
         self.checked = False
@@ -244,7 +244,7 @@ class HorovodSession(Session):
     @property
     def computed(self) -> bool:
         """True if gradients were computed since the last exchange."""
-        return bool(self.optimizer._handles) or self.gradient_removed
+        return bool(self.optimizer._handles) or self.computed_alone
 
     def finish_exchange(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
@@ -302,9 +302,11 @@ class HorovodOptimizer(_DistributedOptimizer):
                 recorder.run.gradient()
             alive.cleared_since_step = False
             # A hook of the program may have removed it; the tensor it stores instead is exchanged in step().
-            removed = p.grad is None
-            alive.gradient_removed |= removed
-            if removed or alive.optimizer._paused:
+            # While the ranks train alone there are no buckets: Horovod would take the gradient for one in progress, and
+            # refuse zero_grad() and a second backward pass.
+            alone = p.grad is None or not alive.runner.buckets
+            alive.computed_alone |= alone
+            if alone or alive.optimizer._paused:
                 alive.optimizer._synchronized = False
             else:
                 if not alive.checked:
@@ -372,7 +374,7 @@ class HorovodOptimizer(_DistributedOptimizer):
             _DistributedOptimizer.zero_grad(self)  # raises
         if self._grace is not None:
             self._grace.on_zero_grad()
-            self._grace.gradient_removed = False
+            self._grace.computed_alone = False
         self._synchronized = False  # also if no step() followed synchronize(), as after an overflow
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 

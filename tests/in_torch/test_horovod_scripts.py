@@ -237,6 +237,46 @@ def test_ranks_that_train_alone_take_the_roots_place_in_the_period():
 
 
 @on_ranks(2, engine="horovodrun-gloo")
+def test_ranks_that_train_alone_may_throw_gradients_away_and_accumulate():
+    """Horovod refuses both while it exchanges gradients."""
+    ends = []
+    for passes in (1, 2):
+        model = net()
+        optimizer = distributed(model, "topk(ratio=0.1)", outer="nesterov", period=2)
+        for step in range(5):
+            if passes == 2:
+                loss_of(model, 100 + step).backward()
+                optimizer.state_dict()
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (loss_of(model, step) / passes).backward()
+            optimizer.step()
+        optimizer.flush()
+        ends.append(digest(weights(model)))
+        optimizer.close()
+    assert len(set(ends)) == 1
+    return ends
+
+
+@on_ranks(2, engine="horovodrun-gloo")
+def test_a_rank_that_trains_alone_skips_a_step_under_a_scaler_and_counts_it():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)", outer="nesterov", period=2, grad_scaler=scaler)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        if step == 2 and grace.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (1.0 if grace.rank() else 2.0)
+    return digest(weights(model))
+
+
+@on_ranks(2, engine="horovodrun-gloo")
 def test_sums_follow_the_number_of_ranks():
     optimizer = distributed(net(), "topk(ratio=0.1)", op="sum")
     session = optimizer._grace

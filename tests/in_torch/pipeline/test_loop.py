@@ -146,30 +146,29 @@ def test_a_gradient_that_is_not_finite_is_clipped_as_torch_does(kind):
 
 
 @pytest.mark.parametrize("name", ["Normalized", "Several", "TiedEmbedding"])
-@pytest.mark.parametrize("gather", [False, True])
 @on_ranks(4)
-def test_outputs_are_those_of_the_model_in_evaluation(name, gather):
+def test_outputs_are_those_of_the_model_in_evaluation(name):
     engine = pipeline(name, stages=2)
     given, keywords = own_rows(engine, name, 0)
     engine.step(*given, **keywords)
     engine.eval()
-    outputs = engine(*given[:-1], gather=gather, **keywords)
+    own, gathered = (engine(*given[:-1], gather=gather, **keywords) for gather in (False, True))
     model = made(name)
     model.load_state_dict(engine.state_dict())
     engine.train()
     engine.step(*given, **keywords)
-    args, kwargs, _ = batch(name, 0, 2 * ROWS)
-    if not gather:
-        args, kwargs = rows((args, kwargs), engine.replica * ROWS, (engine.replica + 1) * ROWS, 2 * ROWS)
-    with torch.no_grad():
-        expected = model.eval()(*args, **kwargs)
-    if name == "Normalized":  # each rank has its own replica's statistics
-        assert outputs.shape == expected.shape
-        assert engine.replica or gather or torch.allclose(outputs, expected, atol=1e-5)
-        return
+    *every, _ = batch(name, 0, 2 * ROWS)
+    mine = rows(every, engine.replica * ROWS, (engine.replica + 1) * ROWS, 2 * ROWS)
     leaves = torch.utils._pytree.tree_leaves
-    for a, b in zip(leaves(outputs), leaves(expected), strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    for outputs, (args, kwargs) in ((own, mine), (gathered, every)):
+        with torch.no_grad():
+            expected = model.eval()(*args, **kwargs)
+        if name == "Normalized":  # each rank has its own replica's statistics
+            assert outputs.shape == expected.shape
+            assert engine.replica or outputs is gathered or torch.allclose(outputs, expected, atol=1e-5)
+            continue
+        for a, b in zip(leaves(outputs), leaves(expected), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 class Measured(torch.nn.Module):
@@ -200,9 +199,8 @@ class Measured(torch.nn.Module):
         }
 
 
-@pytest.mark.parametrize("gather", [False, True])
 @on_ranks(4)
-def test_sums_over_rows_are_those_of_the_batch_in_evaluation(gather):
+def test_sums_over_rows_are_those_of_the_batch_in_evaluation():
     torch.manual_seed(0)
     model = Measured()
     x, y = torch.randn(16, 6), torch.randn(16, 4)
@@ -210,14 +208,15 @@ def test_sums_over_rows_are_those_of_the_batch_in_evaluation(gather):
     options = {"optimizer": sgd, "microbatches": 2, "stages": 2}
     engine = unmeasured(copy.deepcopy(model), (x[:8], y[:8]), loss, **options).eval()
     own = slice(8 * engine.replica, 8 * engine.replica + 8)
-    got = engine(x[own], y[own], gather=gather)
-    whole = slice(None) if gather else own
-    expected = model(x[whole], y[whole])
-    for kind in ("sums", "means"):
-        torch.testing.assert_close(got[kind], expected[kind], msg=kind)
-    micro_batches = zip(x[whole].split(4), y[whole].split(4), strict=True)
-    every = [model(*part)["of this micro-batch"]["weighted"] for part in micro_batches]
-    torch.testing.assert_close(got["of this micro-batch"]["weighted"], torch.stack(every).mean())
+    for gather in (False, True):
+        got = engine(x[own], y[own], gather=gather)
+        whole = slice(None) if gather else own
+        expected = model(x[whole], y[whole])
+        for kind in ("sums", "means"):
+            torch.testing.assert_close(got[kind], expected[kind], msg=kind)
+        micro_batches = zip(x[whole].split(4), y[whole].split(4), strict=True)
+        every = [model(*part)["of this micro-batch"]["weighted"] for part in micro_batches]
+        torch.testing.assert_close(got["of this micro-batch"]["weighted"], torch.stack(every).mean())
 
 
 class Summed(torch.nn.Module):

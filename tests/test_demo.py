@@ -21,13 +21,15 @@ FEWER = f"""
 from functools import partial
 from grace.bench import all as everything
 from grace.bench.step import step_settings as step
+from grace.bench.workloads.torch_tasks import DigitsCNN
 everything.AllSettings = partial(everything.AllSettings, model="mlp")
 step.QUICK_METHODS = {METHODS}
 step.QUICK_ROUNDS = 1
+DigitsCNN.quick_epochs = 3
 from grace.cli.main import app
 app()
 """
-"""``grace`` with a small model, few methods and rounds: as it is the demo takes two to three minutes of both cores."""
+"""``grace`` with a small model, few methods, rounds and epochs: the whole demo takes minutes of both cores."""
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ help:
 demo: $(VENV)/demo.stamp
 	$(BIN)/grace demo --out out/demo
 
-# Loops are compiled once ahead: ranks that meet in one would all compile it.
+# Loops are compiled once ahead, those of some options on the other core: ranks that meet in one would all compile it.
 test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	@tools/programs.sh
-	@$(BIN)/grace warmup
+	@$(BIN)/grace warmup "topk(chunk=64)" "block(format=fp8)" "block(hadamard=32)" > /dev/null & $(BIN)/grace warmup && wait
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 -m "not alone" --durations=10 || status=$$?; \
 	$(BIN)/python -m pytest -m alone $$(grep -lr --include="test_*.py" "mark.alone" tests) || status=$$?; \

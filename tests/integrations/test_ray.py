@@ -79,7 +79,7 @@ def cluster():
         for unused in ("start_monitor", "start_log_monitor"):  # each takes seconds to start
             patch.setattr(ray._private.node.Node, unused, lambda node: None, raising=False)
         patch.setattr(DataParallelTrainer, "_create_default_callbacks", only_used)
-        interrupt = signal.getsignal(signal.SIGINT)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             ray.init(
                 "local",
@@ -94,7 +94,8 @@ def cluster():
             yield Path(folder)
         finally:
             ray.shutdown()
-            signal.signal(signal.SIGINT, interrupt)  # which Ray's trainer takes
+            for number, handler in handlers.items():  # Ray takes them
+                signal.signal(number, handler)
             end = time.monotonic() + HANGS
             while of_ray(folder) and time.monotonic() < end:
                 time.sleep(0.1)

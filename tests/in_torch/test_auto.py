@@ -297,7 +297,7 @@ def planned(count, slower=0.0):
 
 @on_ranks()
 def test_the_planner_itself():
-    plan, ends, executed, _ = planned(120)
+    plan, ends, executed, _ = planned(80)
     assert executed
     for words in ("none", "fp16  ", "measured"):
         assert words in plan

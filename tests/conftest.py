@@ -1,11 +1,13 @@
 """Fixtures: pools of real gloo ranks, shared by all tests."""
 
+import atexit
 import functools
 import gc
 import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that ranks find tests.*
 
 from tests.support import warm
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have their controller's
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tests' own folders, which pytest keeps
+    # what is killed leaves its temporary files behind, launchers and frameworks do so in any case
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="grace-t-")  # short: names of sockets are
+    atexit.register(warm.remove, os.getpid(), tempfile.tempdir)
 warm.install()  # before others read sys.executable
 sys.dont_write_bytecode = False  # or pytest would rewrite all tests' assertions each time
 

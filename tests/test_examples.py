@@ -45,14 +45,14 @@ def run_under(name, example):
 
 BLOCK, ALONE = "block(bits=4)", "local, rank 0 of 1"
 RUNS = [
-    (TORCHRUN, EXAMPLE, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2"),
     (TORCHRUN, EXAMPLE.with_name("outer.py"), "block(bits=4)", "torch.distributed (gloo), rank 0 of 2"),
     (PLAIN, TENSORFLOW[1], BLOCK, ALONE),
 ]
-IDS = ["torchrun", "outer", "tape"]
+IDS = ["outer", "tape"]
 if THOROUGH:  # these two run under other launchers, too
+    RUNS += [(TORCHRUN, EXAMPLE, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2")]
     RUNS += [(PLAIN, example, BLOCK, ALONE) for example in (EXAMPLE, TENSORFLOW[0])]
-    IDS += ["python", "keras"]
+    IDS += ["torchrun", "python", "keras"]
 
 
 def need(example):
@@ -116,16 +116,13 @@ def test_a_frameworks_example_trains_on_two_ranks(name, tmp_path):
     assert len(marked) == 2
 
 
-RARE = pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: tests/in_torch/pipeline has such stages")
 PIPELINE = EXAMPLES / "torch" / "pipeline.py"
 
 
+@pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: tests/in_torch/pipeline has it in stages")
 @pytest.mark.parametrize(
     ("launcher", "ranks", "asked"),
-    [
-        pytest.param("torchrun", 4, ("--stages", "2"), marks=RARE),
-        ("mpirun-mpi", 3, ("--replicas", "1", "2")),
-    ],
+    [("torchrun", 4, ("--stages", "2")), ("mpirun-mpi", 3, ("--replicas", "1", "2"))],
     ids=["2 x 2", "1 and 2"],
 )
 def test_the_pipelines_example_trains_in_stages_with_replicas(launcher, ranks, asked):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.training import distributed, loss_of, net
@@ -162,7 +163,7 @@ def with_children():
     return bits[0] == bits[1], grace.rank()
 
 
-@pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
+@pytest.mark.parametrize("engine", ["mpirun-mpi", *(["horovodrun-gloo"] if THOROUGH else [])])
 def test_ranks_train_on_beside_pools_and_processes_that_they_end(engine):
     for _ in range(2):  # the second time those that a signal would have ended by now
         for rank, (same, number) in enumerate(launched(engine, 2).run(with_children)):

@@ -159,9 +159,9 @@ def test_a_launcher_that_names_no_rank_is_named():
 @pytest.mark.parametrize(
     ("engine", "number"),
     [
-        ("mpi", signal.SIGTERM),  # launch/test_ssh.py ends torchrun's ranks by it
-        ("mpi", signal.SIGKILL),
-        *([("torch", signal.SIGTERM), ("torch", signal.SIGKILL), ("horovod", signal.SIGINT)] if THOROUGH else []),
+        ("mpi", signal.SIGKILL),  # launch/test_ssh.py ends torchrun's ranks by SIGTERM
+        *([("mpi", signal.SIGTERM), ("torch", signal.SIGTERM), ("torch", signal.SIGKILL)] if THOROUGH else []),
+        *([("horovod", signal.SIGINT)] if THOROUGH else []),
     ],
 )
 def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):

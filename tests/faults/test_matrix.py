@@ -54,9 +54,7 @@ def ended_by(launcher: str, framework: str, fault: str, method: str = "topk(rati
 
 STRUCK = [(launcher, fault) for launcher in LAUNCHERS for fault in ("kill", "raise", "leave", "skip", "miss")]
 """`make thorough` strikes all. How ranks hear of a fault does not depend on the launcher: the watch tells them."""
-FEW = [
-    *(("torchrun", "kill"), ("horovodrun-gloo", "raise"), ("mpirun-horovod", "leave"), ("mpirun-mpi", "raise")),
-]
+FEW = [("torchrun", "kill"), ("horovodrun-gloo", "raise"), ("mpirun-mpi", "leave")]
 IN_GRAPHS = [(launcher, fault) for launcher in ("horovodrun-gloo", "mpirun-mpi") for fault in SAID_IN_GRAPHS]
 
 

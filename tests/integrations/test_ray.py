@@ -56,10 +56,20 @@ def of_ray(folder: str) -> list[int]:
     return found
 
 
+UNUSED = ("DatasetsCallback", "PlacementGroupCleanerCallback")
+"""Parts of Ray Train that start a process each, seconds of CPU, which these tests do not need."""
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster of Ray's, of this machine, which leaves nothing behind."""
     import ray
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    usual = DataParallelTrainer._create_default_callbacks
+
+    def only_used(self):
+        return [callback for callback in usual(self) if type(callback).__name__ not in UNUSED]
 
     folder = tempfile.mkdtemp(prefix="grace-ray-", dir="/tmp")  # the names of sockets are short
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +78,8 @@ def cluster():
         patch.setattr(sys, "executable", warm.REAL)  # Ray looks for its workers by their numbers
         for unused in ("start_monitor", "start_log_monitor"):  # each takes seconds to start
             patch.setattr(ray._private.node.Node, unused, lambda node: None, raising=False)
-        interrupt = signal.getsignal(signal.SIGINT)
+        patch.setattr(DataParallelTrainer, "_create_default_callbacks", only_used)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             ray.init(
                 "local",
@@ -83,7 +94,8 @@ def cluster():
             yield Path(folder)
         finally:
             ray.shutdown()
-            signal.signal(signal.SIGINT, interrupt)  # which Ray's trainer takes
+            for number, handler in handlers.items():  # Ray takes them
+                signal.signal(number, handler)
             end = time.monotonic() + HANGS
             while of_ray(folder) and time.monotonic() < end:
                 time.sleep(0.1)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import grace
 from grace.torch.state_dict import pack_state, unpack_state
 from tests.support.damaged_states import bent, changed
+from tests.support.drawing import THOROUGH
 from tests.support.pipelines import unmeasured
 from tests.support.pools import on_ranks
 from tests.support.sharded import mesh_of
@@ -75,8 +76,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4] if THOROUGH else [4])
 @on_ranks()
 def test_a_reduce_scatters_state_that_is_damaged_on_one_rank_is_refused_on_all(size):
     """Each damage on the last rank alone."""
@@ -145,10 +145,10 @@ def pipeline_of(**settings):
     )
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(
-    ("size", "settings"), [(2, {"stages": 2}), (4, {"stages": 2, "compressor": "topk(ratio=0.3)"})]
-)
+PIPELINES = [(4, {"stages": 2, "compressor": "topk(ratio=0.3)"}), (2, {"stages": 2})]
+
+
+@pytest.mark.parametrize(("size", "settings"), PIPELINES if THOROUGH else PIPELINES[:1])
 @on_ranks()
 def test_a_pipelines_state_that_is_damaged_on_one_rank_is_refused_on_all(size, settings):
     """States that are damaged on the last rank alone."""

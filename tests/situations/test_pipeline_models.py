@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import grace
+from tests.support.pipelines import unmeasured
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
 
@@ -206,9 +207,9 @@ def made(name, **settings):
     for _ in range(2):
         torch.manual_seed(0)
         models.append(make())
-    settings = {"microbatches": 4, "stages": 2, "profiles": False, **own, **settings}
+    settings = {"microbatches": 4, "stages": 2, **own, **settings}
     optimizer = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
-    engine = grace.torch.Pipeline(models[1], (args, kwargs), loss, optimizer=optimizer, **settings)
+    engine = unmeasured(models[1], (args, kwargs), loss, optimizer=optimizer, **settings)
     return models[0], engine, (args, kwargs, target)
 
 
@@ -280,7 +281,7 @@ def test_a_frozen_layer_on_two_stages_does_not_decay():
     model, x = Twice(), torch.randn(4, 8)
     before = model.shared.weight.clone()
     decays = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), "cuts": ["linear"]}
-    engine = grace.torch.Pipeline(model, x, F.mse_loss, microbatches=2, **decays)
+    engine = unmeasured(model, x, F.mse_loss, microbatches=2, **decays)
     engine.step(x, x)
     assert torch.equal(engine.parameter("shared.weight"), before)
     assert engine.stage == grace.rank()

@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.limits import HANGS
 from tests.support.warm import collect_seldom
 
-MOST_THREADS = 128
+MOST_THREADS = 192
 """Largest number of a rank's threads; Gloo has two and more for each process group."""
 
 

@@ -65,7 +65,7 @@ def install() -> None:
     folder = os.environ.get("GRACE_WARM")
     if folder is None:
         folder = os.environ["GRACE_WARM"] = tempfile.mkdtemp(prefix="grace-warm-")
-        atexit.register(_remove, os.getpid(), folder)
+        atexit.register(remove, os.getpid(), folder)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"{folder}/.server")
         listener.listen(64)
@@ -97,7 +97,8 @@ def _start_when_called(listener: socket.socket) -> None:
     server.wait()  # it ends when its stdin does, and that when we do, even killed
 
 
-def _remove(pid: int, folder: str) -> None:
+def remove(pid: int, folder: str) -> None:
+    """Remove a folder, in the process of that number only: what it forks ends by its functions, too."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.autograd_functions import APPLY_IS_NATIVE
 from grace.pipeline.torch.capture import capture
-from tests.support.pipelines import run_stages, sgd
+from tests.support.pipelines import run_stages, sgd, unmeasured
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
 
@@ -275,11 +275,11 @@ def test_a_hook_on_one_rank_is_refused_on_all():
     torch.manual_seed(3)
     x, y = torch.randn(8, 8), torch.zeros(8, 4)
     kind = grace.ConfigError if grace.rank() else grace.RankError
-    said = refusal(grace.torch.Pipeline, net, x, F.mse_loss, kind=kind, **settings)
+    said = refusal(unmeasured, net, x, F.mse_loss, kind=kind, **settings)
     words = "the parameter 'a.weight' has a hook (doubled, "
     assert said.startswith(words if grace.rank() else f"rank 1 refused to start: {words}")
     torch.manual_seed(0)
-    engine = grace.torch.Pipeline(Net(several), x, F.mse_loss, **settings)
+    engine = unmeasured(Net(several), x, F.mse_loss, **settings)
     engine(x, y).backward()
     engine.exchange()
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.plan_search import search_plan_by_throughput, state_bytes
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain
-from tests.support.pipelines import ROWS, alone, batch, check_is_alone, loss_fn, made, piped, sgd
+from tests.support.pipelines import ROWS, alone, batch, check_is_alone, loss_fn, made, piped, sgd, unmeasured
 from tests.support.pool import RankFailure
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.training import digest, refusal
@@ -33,9 +33,9 @@ def test_one_process_is_a_pipeline_of_one_stage(local, name):
     assert answer[3] == (0, 0)
 
 
-def model_of(**settings):
+def model_of(make=unmeasured, **settings):
     args, kwargs, _ = batch("Residual")
-    return grace.torch.Pipeline(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
+    return make(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,7 @@ def test_other_engines_are_refused(engine, name):
 
 
 def in_two_stages(make):
-    return grace.torch.Pipeline(
-        made("Residual"), batch("Residual")[0], loss_fn, optimizer=make, stages=2, microbatches=2
-    )
+    return unmeasured(made("Residual"), batch("Residual")[0], loss_fn, optimizer=make, stages=2, microbatches=2)
 
 
 @on_ranks()
@@ -148,10 +146,10 @@ def test_an_example_is_let_go_once_the_model_is_cut(local):
 def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(node_costs, "_memory", {})
-    model_of(profiles=False)
+    model_of(grace.torch.Pipeline, profiles=False)
     assert not node_costs.cache_file().exists()
     monkeypatch.setattr(node_costs, "_memory", {})
-    model_of()
+    model_of(grace.torch.Pipeline)
     assert json.loads(node_costs.cache_file().read_text())["seconds"]
 
 
@@ -195,7 +193,7 @@ def test_a_plan_is_written_and_read_and_refused(tmp_path):
 
 @on_ranks()
 def test_the_plan_is_found_if_nobody_gives_one():
-    engine, (args, _, target) = model_of(), batch("Residual")
+    engine, (args, _, target) = model_of(grace.torch.Pipeline), batch("Residual")
     engine.step(*args, target)
     assert engine.plan.world_size == 2
     assert "micro-batches" in str(engine.plan)
@@ -213,7 +211,7 @@ def test_a_model_on_meta_is_made_where_its_stages_are():
         model = made("TiedEmbedding")
     args, _, target = batch("TiedEmbedding")
     settings = {"stages": 2, "microbatches": 2, "init": fill, "cuts": ["embedding"]}
-    engine = grace.torch.Pipeline(model, args, loss_fn, optimizer=sgd, **settings)
+    engine = unmeasured(model, args, loss_fn, optimizer=sgd, **settings)
     got, state = engine.step(*args, target).item(), engine.state_dict()
     left = [name for name, p in model.named_parameters() if p.is_meta]
     assert left == ([] if grace.rank() else ["middle.weight", "middle.bias"])
@@ -258,7 +256,7 @@ def test_inputs_without_rows_are_named():
     model, x, mask, y = Masked(), torch.randn(8, 8), torch.randn(8, 8).tril(), torch.randn(8, 4)
     expected = loss_fn(model(x, mask), y).item()
     given = {"optimizer": sgd, "stages": 2, "microbatches": 2, "whole": ["mask"]}
-    engine = grace.torch.Pipeline(model, (x, mask), loss_fn, **given)
+    engine = unmeasured(model, (x, mask), loss_fn, **given)
     assert engine.step(x, mask, y).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -271,7 +269,7 @@ def test_frozen_parameters_stay(local):
     model = made("Residual")
     model.layers[0].requires_grad_(False)
     before = model.layers[0].weight.clone()
-    engine = grace.torch.Pipeline(model, batch("Residual")[0], loss_fn, optimizer=sgd, stages=1, microbatches=2)
+    engine = unmeasured(model, batch("Residual")[0], loss_fn, optimizer=sgd, stages=1, microbatches=2)
     args, _, target = batch("Residual")
     engine.step(*args, target)
     assert torch.equal(model.layers[0].weight, before)

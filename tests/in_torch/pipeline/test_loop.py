@@ -234,11 +234,11 @@ class Summed(torch.nn.Module):
 def test_losses_that_are_sums_are_refused():
     x, y = torch.randn(8, 6), torch.randn(8, 4)
     for loss in (torch.nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")):
-        said = refusal(grace.torch.Pipeline, made("FewParameters"), x, loss, optimizer=sgd)
+        said = refusal(unmeasured, made("FewParameters"), x, loss, optimizer=sgd)
         assert said.startswith("loss_fn sums over rows, and a pipeline averages losses over micro-batches")
-    said = refusal(grace.torch.Pipeline, Summed(), (x, y), optimizer=sgd, microbatches=2, stages=2)
+    said = refusal(unmeasured, Summed(), (x, y), optimizer=sgd, microbatches=2, stages=2)
     assert said.startswith("the model returns a sum over rows for its loss, and a pipeline averages losses")
-    engine = grace.torch.Pipeline(Measured().eval(), (x, torch.randn(8, 4)), optimizer=sgd, microbatches=2, stages=2)
+    engine = unmeasured(Measured().eval(), (x, torch.randn(8, 4)), optimizer=sgd, microbatches=2, stages=2)
     assert engine(x, torch.randn(8, 4))["sums"]["right"].dtype == torch.int64
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.capture import capture
-from tests.support.pipelines import BY_NAME, batch, made
+from tests.support.pipelines import BY_NAME, batch, capture_once, made
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -17,7 +17,7 @@ def test_all_nodes_are_measured_and_the_model_is_untouched(name):
     model = made(name)
     args, kwargs, _ = batch(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    captured = capture(model, args, kwargs)
+    captured = capture_once(model, args, kwargs)
     atoms, drawn = Atoms(captured), torch.get_rng_state()
     costs = node_costs.measure_costs(atoms, captured.flat(args, kwargs))
     graph = atoms.graph(8, costs)

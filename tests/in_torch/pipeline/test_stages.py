@@ -11,7 +11,7 @@ from grace.errors import ConfigError
 from grace.pipeline.torch.atomic_subcomponents import Atoms
 from grace.pipeline.torch.capture import capture
 from grace.pipeline.torch.stage_builder import build_module, stage_specs
-from tests.support.pipelines import BY_NAME, batch, halves, loss_fn, made, run_stages
+from tests.support.pipelines import BY_NAME, batch, capture_once, halves, loss_fn, made, run_stages
 
 
 def tensors(value):
@@ -35,14 +35,14 @@ def cuts(graph):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_stages_are_the_model_bit_for_bit(name):
     args, kwargs, target = batch(name)
-    atoms = Atoms(capture(made(name), args, kwargs))
+    atoms = Atoms(capture_once(made(name), args, kwargs))
     ways = cuts(atoms.graph(8))
     assert len(ways) > 1 or name == "OneOperation"
     for stages in ways:
         plain, model = made(name), made(name)
         expected = plain(*copy.deepcopy(args), **kwargs)
         loss_fn(expected, target).backward()
-        atoms = Atoms(capture(model, args, kwargs))
+        atoms = Atoms(capture_once(model, args, kwargs))
         got = run_stages(atoms, stages, copy.deepcopy(args), kwargs)
         loss_fn(got, target).backward()
         assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(got), strict=True))

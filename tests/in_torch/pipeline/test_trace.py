@@ -1,6 +1,7 @@
 """Pipelines in ``grace trace``."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,26 +15,16 @@ pytestmark = pytest.mark.ranks
 GRACE = [sys.executable, "-m", "grace.cli.main"]
 
 
-def test_stages_micro_batches_and_waiting_are_shown(tmp_path):
-    program = [sys.executable, str(TESTS.parent / "examples/torch/pipeline.py"), "--stages", "2", "--steps", "6"]
+def test_stages_micro_batches_and_waiting_of_an_example_that_learns_are_shown(tmp_path):
+    """The example is run here, and not with the others, which are in tests/test_examples.py."""
+    program = [sys.executable, str(TESTS.parent / "examples/torch/pipeline.py"), "--stages", "2", "--steps", "20"]
     program += ["--vocabulary", "512"]
-    traced = [
-        *GRACE,
-        "trace",
-        "-n",
-        "2",
-        "--engine",
-        "torch",
-        "--steps",
-        "3",
-        "--skip",
-        "1",
-        "--out",
-        "trace.json",
-        "--",
-    ]
+    traced = [*GRACE, "trace", "-n", "2", "--engine", "torch", "--steps", "3", "--skip", "1"]
+    traced += ["--out", "trace.json", "--"]
     done = subprocess.run([*traced, *program], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
+    (loss,) = re.findall(r"loss ([\d.]+) nats after 20 steps", done.stdout)
+    assert float(loss) < 4.0  # ln 512 is 6.2
     assert "forward and backward of the rank's stages" in " ".join(done.stdout.split())
     assert "waiting for other stages" in " ".join(done.stdout.split())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

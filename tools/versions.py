@@ -96,8 +96,23 @@ class Trial:
         return found
 
 
+def version_of(python: str) -> str:
+    """Return an interpreter's version; its program may be called python like all others.
+
+    Raises:
+        OSError: there is no such program.
+        subprocess.CalledProcessError: it is no Python.
+    """
+    said = [python, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(said, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def trials(torches: list[str], pythons: list[str]) -> list[Trial]:
-    """Return the trials of some releases of torch, and of some interpreters."""
+    """Return the trials of some releases of torch, and of some interpreters.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: an interpreter cannot be run.
+    """
     extras = "strategy,bench"
     found = []
     for release in torches:
@@ -108,7 +123,7 @@ def trials(torches: list[str], pythons: list[str]) -> list[Trial]:
         found.append(Trial(f"torch-{release}", sys.executable, packages, runs))
     for python in pythons:
         packages = ["-e", f".[{extras}]", "numba", *TESTING]
-        found.append(Trial(Path(python).name, python, packages, {"fast": [*FAST, *NO_FRAMEWORK]}))
+        found.append(Trial(f"python-{version_of(python)}", python, packages, {"fast": [*FAST, *NO_FRAMEWORK]}))
     return found
 
 
@@ -118,10 +133,14 @@ def main() -> None:
     parser.add_argument("--torch", nargs="*", default=[], metavar="RELEASE", help="releases of torch, such as 2.14.1")
     parser.add_argument("--python", nargs="*", default=[], metavar="PROGRAM", help="interpreters, such as python3.13")
     given = parser.parse_args()
+    try:
+        found = trials(given.torch, given.python)
+    except (OSError, subprocess.CalledProcessError) as error:
+        parser.error(str(error))  # before hours of trials
     OUT.mkdir(parents=True, exist_ok=True)
     failed = False
     table = []
-    for trial in trials(given.torch, given.python):
+    for trial in found:
         try:
             rows = trial.run(trial.install())
         except (OSError, subprocess.CalledProcessError) as error:

@@ -35,6 +35,7 @@ def test_the_reference_has_all_parts_of_a_kind(conf, page, name):
 
 
 def test_types_in_quotes_are_found_by_the_names_that_modules_import_them_by(conf):
+    pytest.importorskip("torch", reason="without torch all of its names are taken as they are")
     node = {"refdomain": "py", "reftype": "class", "reftarget": "dist.ProcessGroup"}
     assert conf.plain_name(None, None, node, "text") == "text"
     assert conf.plain_name(None, None, {**node, "reftarget": "dist.Missing"}, "text") is None

@@ -1,6 +1,5 @@
 """The run that this process is part of: ``grace.init()``, ``rank()``, ``size()``, ``shutdown()``."""
 
-import atexit
 import os
 import sys
 from importlib.metadata import entry_points
@@ -9,6 +8,7 @@ from grace.backends import launchers, topology, world_size_check
 from grace.backends.launchers import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
+from grace.core.at_exit import call_at_exit, cancel_at_exit
 from grace.core.backend import Backend, LocalBackend
 from grace.core.registry import load_entry_point
 from grace.core.waits import set_timeout, timeout_for
@@ -87,9 +87,9 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
             raise_on_sigterm(_current)
         if backend == "auto":
             launchers.announce(_current)
-        atexit.unregister(shutdown)
+        cancel_at_exit(shutdown)
         # Last registered runs first: after the engine's own shutdown no rank would be told that this one has left.
-        atexit.register(shutdown)
+        call_at_exit(shutdown)
     elif timeout is not None:
         _current.timeout = timeout_for()
     _named = _named or named
@@ -203,7 +203,7 @@ def shutdown() -> None:
     set_timeout(None)
 
 
-atexit.register(shutdown)
+call_at_exit(shutdown)
 
 
 def _detect() -> str:

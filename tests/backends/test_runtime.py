@@ -134,6 +134,35 @@ open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.
     )
 
 
+@pytest.mark.ranks
+def test_ranks_that_multiprocessing_forks_say_that_they_leave(tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        """
+import multiprocessing, os
+def rank(number):
+    import grace
+    os.environ["RANK"] = str(number)
+    backend = grace.init()
+    backend.allgather_object("a question")
+    if number == 0:
+        try:
+            backend.allgather_object("another question")
+        except grace.ExchangeError as error:
+            print(error)
+fork = multiprocessing.get_context("fork")
+ranks = [fork.Process(target=rank, args=(number,)) for number in range(2)]
+[each.start() for each in ranks]
+[each.join() for each in ranks]
+print([each.exitcode for each in ranks])
+"""
+    )
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    said, _ = program(str(script), **launcher)
+    assert "rank 1 has left (its program ended, or called grace.shutdown())" in said
+    assert said.splitlines()[-1] == "[0, 0]"
+
+
 def without(monkeypatch, *packages):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))

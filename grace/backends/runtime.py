@@ -48,7 +48,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         ConfigError: an unknown name, some of a launcher's variables without the others, or a timeout that is no
             positive number; an engine that nobody named and that sees fewer ranks than the launcher has started, or
             than another engine that the program has initialized: they would train alone; torch.distributed, for
-            TensorFlow's tensors.
+            TensorFlow's tensors; a process that a rank has started by multiprocessing.
         MissingExtraError: the backend's package is not installed; the message says which launcher was found.
 
     >>> init("local").describe()
@@ -74,6 +74,8 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
         raise world_size_check.tensorflow_not_supported(launchers.detect())
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
+        if name != "local" and name not in launchers.initialized_sizes():
+            launchers.check_no_child()
         engine = _with_timeout(_join(name, framework, detected=backend == "auto"), timeout)
         if not named:
             try:
@@ -83,6 +85,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
                 raise
         _current = engine
         _named = named
+        launchers.mark_children(engine)
         if name in ("horovod", "mpi"):  # their launchers end ranks by SIGTERM when one has failed
             raise_on_sigterm(_current)
         if backend == "auto":
@@ -199,6 +202,7 @@ def shutdown() -> None:
         _current.at_shutdown(watch.leave)  # last: the others may have needed this rank until now
         _current.close()
     _current, _named = None, False
+    os.environ.pop(launchers.RANK_PROCESS, None)
     watch.leave()
     set_timeout(None)
 

@@ -163,6 +163,31 @@ print([each.exitcode for each in ranks])
     assert said.splitlines()[-1] == "[0, 0]"
 
 
+@pytest.mark.ranks
+def test_a_worker_that_a_rank_has_spawned_does_not_join_the_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import multiprocessing
+import grace
+if __name__ == "__main__":
+    backend = grace.init()
+    if grace.rank() == 1:
+        with multiprocessing.get_context("spawn").Pool(1) as workers:
+            try:
+                workers.apply(grace.rank)
+            except grace.ConfigError as error:
+                print(error)
+            print(workers.apply(grace.init, ["local"]).size)
+    backend.allgather_object("both are here")
+"""
+    )
+    said, _ = program(*command("torchrun", 2, str(script))[1:], GRACE_TIMEOUT="10")
+    refused, size = said.splitlines()
+    assert refused.startswith("rank 1 has started this process, which is no rank, by multiprocessing")
+    assert size == "1"
+
+
 def without(monkeypatch, *packages):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))

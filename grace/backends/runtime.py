@@ -73,6 +73,11 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     # An import of TensorFlow alone does not count where the user has named torch's engine.
     if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
         raise world_size_check.tensorflow_not_supported(launchers.detect())
+    if _current is not None and _current.is_ended:
+        # Optimizers keep the groups that they were made with.
+        named = named or _named
+        _current = None
+        watch.leave()
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
         if name != "local" and name not in launchers.initialized_sizes():
             launchers.check_no_child()
@@ -100,12 +105,14 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
 
 
 def current() -> Backend:
-    """Return the backend of this run; call ``init("auto")`` if it was not called yet.
+    """Return the backend of this run; call ``init("auto")`` if it was not called yet, or if the program has initialized
+    the engine anew since.
 
     Raises:
         ConfigError: the user has not named the engine, and the program has since initialized one that sees more ranks.
     """
-    if _current is None:
+    # Not only ended: a program that has ended the engine may still ask for its rank.
+    if _current is None or (_current.is_ended and _current.name in launchers.initialized_sizes()):
         return init()
     if not _named:
         world_size_check.check_other_engines(_current)

@@ -188,6 +188,34 @@ if __name__ == "__main__":
     assert size == "1"
 
 
+@pytest.mark.ranks
+def test_a_process_group_that_is_made_anew_takes_the_place_of_the_former_one(tmp_path):
+    script = tmp_path / "cells.py"
+    script.write_text(
+        f"""
+import os, sys
+import torch.distributed as dist
+import grace
+number = int(os.environ["RANK"])
+for cell, rank in enumerate((number, 1 - number, 1 - number)):
+    store = f"file://{tmp_path}/store{{cell}}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    if "init" in sys.argv or cell == 0:
+        grace.init()
+    assert grace.allgather_object(grace.rank()) == [0, 1]
+    assert grace.rank() == rank
+    dist.destroy_process_group()
+    assert (grace.rank(), grace.size()) == (rank, 2)
+engine = grace.init()
+assert engine.allgather_object(grace.rank()) == [0, 1] and grace.rank() == number
+"""
+    )
+    for way in ("init", "no more"):
+        program(*command("torchrun", 2, str(script), way)[1:], GRACE_TIMEOUT="30")
+        for store in tmp_path.glob("store*"):
+            store.unlink()
+
+
 def without(monkeypatch, *packages):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))

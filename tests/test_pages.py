@@ -347,7 +347,8 @@ def test_every_method_is_in_the_table():
 
 def test_every_variable_of_the_environment_is_in_the_table():
     table = (ROOT / "docs" / "engines.md").read_text().partition("## Environment variables")[2]
-    internal = {"GRACE_SHARED_ENVS"}  # of `grace launch`, between a node's shell and its ranks
+    # The first is of `grace launch`, between a node's shell and its ranks; the second, of a rank and its children.
+    internal = {"GRACE_SHARED_ENVS", "GRACE_RANK_PROCESS"}
     assert {name for name in re.findall(r'"(GRACE_[A-Z_]+)"', source()) if f"`{name}" not in table} == internal
 
 

@@ -20,6 +20,8 @@ HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE")
 MPI = dict(zip(MPI_SIZES, ("mpirun (Open MPI)", "mpiexec or srun (PMI)", "srun (Slurm)"), strict=True))
 """Names of the launchers that set the variables by which an MPI run is detected."""
 QUIET = "GRACE_QUIET"
+RANK_PROCESS = "GRACE_RANK_PROCESS"
+"""Variable by which processes that a rank starts know it: its process number and its rank."""
 _announced = False
 
 
@@ -144,6 +146,30 @@ def tf_config_workers() -> int:
         return sum(len(cluster.get(job, ())) for job in ("chief", "master", "worker"))
     except (ValueError, TypeError, KeyError, RecursionError):
         return 0
+
+
+def mark_children(backend: Backend) -> None:
+    """Let processes that this rank starts know that it is one."""
+    if backend.size > 1:
+        os.environ[RANK_PROCESS] = f"{os.getpid()} {backend.rank}"
+
+
+def check_no_child() -> None:
+    """Raise ConfigError if a rank has started this process by multiprocessing.
+
+    A ``DataLoader``'s worker that is spawned has the launcher's variables and not the rank's engine: it would join as a
+    rank, and wait for the workers of all others.
+    """
+    number, _, rank = os.environ.get(RANK_PROCESS, "").partition(" ")
+    # Not imported: it is there in every process that it has started.
+    multiprocessing = sys.modules.get("multiprocessing")
+    parent = None if multiprocessing is None else multiprocessing.parent_process()
+    if parent is not None and str(parent.pid) == number:
+        raise ConfigError(
+            f"rank {rank} has started this process, which is no rank, by multiprocessing (a DataLoader's worker that "
+            "is not forked?): it cannot join the run. Read grace.rank() and grace.size() before, and pass them to it. "
+            "If it is to be a rank of another run, call grace.shutdown() first in the process that starts it"
+        )
 
 
 def announce(backend: Backend) -> None:

@@ -1,6 +1,5 @@
 """The run that this process is part of: ``grace.init()``, ``rank()``, ``size()``, ``shutdown()``."""
 
-import atexit
 import os
 import sys
 from importlib.metadata import entry_points
@@ -9,6 +8,7 @@ from grace.backends import launchers, topology, world_size_check
 from grace.backends.launchers import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
+from grace.core.at_exit import call_at_exit, cancel_at_exit
 from grace.core.backend import Backend, LocalBackend
 from grace.core.registry import load_entry_point
 from grace.core.waits import set_timeout, timeout_for
@@ -48,7 +48,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         ConfigError: an unknown name, some of a launcher's variables without the others, or a timeout that is no
             positive number; an engine that nobody named and that sees fewer ranks than the launcher has started, or
             than another engine that the program has initialized: they would train alone; torch.distributed, for
-            TensorFlow's tensors.
+            TensorFlow's tensors; a process that a rank has started by multiprocessing.
         MissingExtraError: the backend's package is not installed; the message says which launcher was found.
 
     >>> init("local").describe()
@@ -73,7 +73,14 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     # An import of TensorFlow alone does not count where the user has named torch's engine.
     if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
         raise world_size_check.tensorflow_not_supported(launchers.detect())
+    if _current is not None and _current.is_ended:
+        # Optimizers keep the groups that they were made with.
+        named = named or _named
+        _current = None
+        watch.leave()
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
+        if name != "local" and name not in launchers.initialized_sizes():
+            launchers.check_no_child()
         engine = _with_timeout(_join(name, framework, detected=backend == "auto"), timeout)
         if not named:
             try:
@@ -83,13 +90,14 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
                 raise
         _current = engine
         _named = named
+        launchers.mark_children(engine)
         if name in ("horovod", "mpi"):  # their launchers end ranks by SIGTERM when one has failed
             raise_on_sigterm(_current)
         if backend == "auto":
             launchers.announce(_current)
-        atexit.unregister(shutdown)
+        cancel_at_exit(shutdown)
         # Last registered runs first: after the engine's own shutdown no rank would be told that this one has left.
-        atexit.register(shutdown)
+        call_at_exit(shutdown)
     elif timeout is not None:
         _current.timeout = timeout_for()
     _named = _named or named
@@ -97,12 +105,14 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
 
 
 def current() -> Backend:
-    """Return the backend of this run; call ``init("auto")`` if it was not called yet.
+    """Return the backend of this run; call ``init("auto")`` if it was not called yet, or if the program has initialized
+    the engine anew since.
 
     Raises:
         ConfigError: the user has not named the engine, and the program has since initialized one that sees more ranks.
     """
-    if _current is None:
+    # Not only ended: a program that has ended the engine may still ask for its rank.
+    if _current is None or (_current.is_ended and _current.name in launchers.initialized_sizes()):
         return init()
     if not _named:
         world_size_check.check_other_engines(_current)
@@ -199,11 +209,12 @@ def shutdown() -> None:
         _current.at_shutdown(watch.leave)  # last: the others may have needed this rank until now
         _current.close()
     _current, _named = None, False
+    os.environ.pop(launchers.RANK_PROCESS, None)
     watch.leave()
     set_timeout(None)
 
 
-atexit.register(shutdown)
+call_at_exit(shutdown)
 
 
 def _detect() -> str:

@@ -44,6 +44,7 @@ class TorchBackend(Backend):
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized; call grace.init() or init_process_group() first")
         self.group = group
+        self._world = weakref.ref(dist.group.WORLD)
         self.owns = owns
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -71,6 +72,11 @@ class TorchBackend(Backend):
         rendezvous = _mpi_rendezvous() or private_store(seconds)
         dist.init_process_group(kind, timeout=timedelta(seconds=seconds), **rendezvous)
         return cls(owns=True)
+
+    @property
+    def is_ended(self) -> bool:
+        world = self._world()
+        return self.group is None and (world is None or world is not dist.group.WORLD)
 
     def describe(self) -> str:
         return f"torch.distributed ({dist.get_backend(self.group)}), rank {self.rank} of {self.size}"
@@ -212,7 +218,7 @@ class TorchBackend(Backend):
             check()
 
     def shutdown(self) -> None:
-        if self.owns and dist.is_initialized():
+        if self.owns and not self.is_ended:
             dist.destroy_process_group()
             # gloo's threads drop their last references to Python objects only now; an interpreter that ends
             # meanwhile is aborted ("terminate called without an active exception")

@@ -191,6 +191,11 @@ class Backend(abc.ABC):
         return other
 
     @property
+    def is_ended(self) -> bool:
+        """True if the program has ended the engine since this backend was made; it may have initialized it anew."""
+        return False
+
+    @property
     def is_its_own_channel(self) -> bool:
         """True if several optimizers exchange over this backend itself: because they may, or because it has no
         ``duplicate()``."""

@@ -1,7 +1,6 @@
 """Round trips that run while training continues, with bounded staleness or without a bound: what a step sees of one,
 the thread that runs them, and the ones that are pending."""
 
-import atexit
 import dataclasses
 import os
 import queue
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from grace.core.at_exit import call_at_exit, cancel_at_exit
 from grace.core.backend import Backend
 from grace.core.compressor import Tensor
 from grace.core.memory import Memory
@@ -69,7 +69,7 @@ class ExchangeThread:
         # Other ranks may need this rank for round trips under way, so the engine ends after them.
         engine.at_shutdown(self.arrive)
         # Programs need not call grace.shutdown(), and the last round trips would be lost.
-        atexit.register(self.exit)
+        call_at_exit(self.exit)
         # A daemon, since a round trip may wait for a rank that never comes, and must not keep the process alive.
         threading.Thread(target=self._run, name="grace exchanges", daemon=True).start()
 
@@ -140,7 +140,7 @@ class ExchangeThread:
             pending.done.set()
         if self.failure is None:  # else the error is still to be raised, at the latest when the program ends
             self.engine.cancel_at_shutdown(self.arrive)
-            atexit.unregister(self.exit)
+            cancel_at_exit(self.exit)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,6 +1,7 @@
 """Lifecycle of a distributed optimizer: it is attached to a session and its hooks, and detached from them."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,9 +28,11 @@ def check_not_distributed(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = _exchanged_parameters()
     for name, p in parameters.items():
         if p in taken:
+            # An interactive session keeps the last error, whose frames hold the optimizer that trained.
+            error = "; this session's last error, too: then make the model anew" if hasattr(sys, "last_value") else ""
             raise ConfigError(
                 f"the parameter {name!r} is exchanged by another distributed optimizer already. Call close() of that "
-                "one first, on all ranks, or delete it and what holds it (a scheduler)"
+                f"one first, on all ranks, or delete it and what holds it (a scheduler{error})"
             )
 
 

@@ -134,6 +134,88 @@ open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.
     )
 
 
+@pytest.mark.ranks
+def test_ranks_that_multiprocessing_forks_say_that_they_leave(tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        """
+import multiprocessing, os
+def rank(number):
+    import grace
+    os.environ["RANK"] = str(number)
+    backend = grace.init()
+    backend.allgather_object("a question")
+    if number == 0:
+        try:
+            backend.allgather_object("another question")
+        except grace.ExchangeError as error:
+            print(error)
+fork = multiprocessing.get_context("fork")
+ranks = [fork.Process(target=rank, args=(number,)) for number in range(2)]
+[each.start() for each in ranks]
+[each.join() for each in ranks]
+print([each.exitcode for each in ranks])
+"""
+    )
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    said, _ = program(str(script), **launcher)
+    assert "rank 1 has left (its program ended, or called grace.shutdown())" in said
+    assert said.splitlines()[-1] == "[0, 0]"
+
+
+@pytest.mark.ranks
+def test_a_worker_that_a_rank_has_spawned_does_not_join_the_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import multiprocessing
+import grace
+if __name__ == "__main__":
+    backend = grace.init()
+    if grace.rank() == 1:
+        with multiprocessing.get_context("spawn").Pool(1) as workers:
+            try:
+                workers.apply(grace.rank)
+            except grace.ConfigError as error:
+                print(error)
+            print(workers.apply(grace.init, ["local"]).size)
+    backend.allgather_object("both are here")
+"""
+    )
+    said, _ = program(*command("torchrun", 2, str(script))[1:], GRACE_TIMEOUT="10")
+    refused, size = said.splitlines()
+    assert refused.startswith("rank 1 has started this process, which is no rank, by multiprocessing")
+    assert size == "1"
+
+
+@pytest.mark.ranks
+def test_a_process_group_that_is_made_anew_takes_the_place_of_the_former_one(tmp_path):
+    script = tmp_path / "cells.py"
+    script.write_text(
+        f"""
+import os, sys
+import torch.distributed as dist
+import grace
+number = int(os.environ["RANK"])
+for cell, rank in enumerate((number, 1 - number, 1 - number)):
+    store = f"file://{tmp_path}/store{{cell}}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    if "init" in sys.argv or cell == 0:
+        grace.init()
+    assert grace.allgather_object(grace.rank()) == [0, 1]
+    assert grace.rank() == rank
+    dist.destroy_process_group()
+    assert (grace.rank(), grace.size()) == (rank, 2)
+engine = grace.init()
+assert engine.allgather_object(grace.rank()) == [0, 1] and grace.rank() == number
+"""
+    )
+    for way in ("init", "no more"):
+        program(*command("torchrun", 2, str(script), way)[1:], GRACE_TIMEOUT="30")
+        for store in tmp_path.glob("store*"):
+            store.unlink()
+
+
 def without(monkeypatch, *packages):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))

@@ -116,6 +116,22 @@ def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(engine, passes)
     return digest(weights(model)), digest(optimizer.state_dict())
 
 
+def test_an_optimizer_that_a_notebooks_last_error_holds_is_refused_with_what_to_do(monkeypatch):
+    def cell():
+        optimizer = distributed(model, "topk")
+        raise ValueError(f"a mistake beside {optimizer}")
+
+    model = net()
+    try:
+        cell()
+    except ValueError as error:
+        monkeypatch.setattr("sys.last_value", error, raising=False)
+    said = refusal(distributed, model, "topk", kind=grace.ConfigError)
+    assert said.endswith("what holds it (a scheduler; this session's last error, too: then make the model anew)")
+    model = net()
+    train(model, distributed(model, "topk"), range(2))
+
+
 @pytest.mark.parametrize("everywhere", [True, False])
 @on_ranks()
 def test_two_optimizers_of_one_parameter_are_refused_by_name_on_all_ranks(everywhere):

@@ -30,10 +30,7 @@ from tests.support.trained import Trained, bits, drawn, fuses
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
 FOUND = [param.values[0] for param in OTHERS if param.id == "triton"]
-pytestmark = [
-    pytest.mark.skipif(not FOUND, reason="no GPU: test_triton.py runs this in Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning")
 SHAPES = [(20, 25), (), (0,), (2053,), (33,)]
 """Shapes of which one takes several programs of most kernels."""
 LARGE = [(20, 25), (), (0,), (5003,), (33,)]

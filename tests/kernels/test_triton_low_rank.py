@@ -21,10 +21,7 @@ from tests.support.implementations import INTERPRETED
 from tests.support.traffic import counted
 from tests.support.trained import Trained
 
-pytestmark = [
-    pytest.mark.skipif(not FOUND, reason="no GPU: test_triton.py runs this in Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MATRICES = [(70, 140), (40,), (), (0, 3), (66, 3, 3), (3, 260), (2, 2)]
 RANK = 3
 FINITE = 0x7F7FFFFF

@@ -53,11 +53,10 @@ def whole(tmp_path_factory):
     return page([small(kind) for kind in KINDS], tmp_path_factory.mktemp("report"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_writes_a_file_for_a_folder_or_a_file(kind, tmp_path):
-    file, _ = small(kind).save(tmp_path / "run")
+def test_the_command_writes_a_file_for_a_folder_and_a_file(tmp_path):
+    (folder, _), (file, _) = (small(kind).save(tmp_path / kind) for kind in ("train", "kernels"))
     out = tmp_path / "new" / "page.html"
-    said, err = run(file if kind == "step" else file.parent, "-o", out)
+    said, err = run(folder.parent, file, "-o", out)
     assert err == ""
     assert re.fullmatch(rf"Wrote {re.escape(str(out))}\s\(\d+\s+kB\)\.\n", said)
     text = out.read_text(encoding="utf-8")
@@ -131,7 +130,7 @@ def test_few_rows_are_enough(kind, count):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unknown_values_are_dashes(kind, every):
-    some = small(kind, list(METHODS)[:5])
+    some = small(kind)
     kept = {"name", "kind", "method", "engine", "ranks", "bandwidth", "tensor", "optimizer"}
     for i, row in enumerate(some.rows[::every]):
         for key in row.keys() - kept:
@@ -173,7 +172,7 @@ def test_names_that_are_alike_when_short_stay_whole():
 
 
 def test_texts_of_files_stay_text(tmp_path):
-    some = [small(kind) for kind in KINDS]
+    some = [small(kind, FEW[:2]) for kind in KINDS]
     for each in some:
         for row in each.rows[:3]:
             row.update({key: NASTY + value for key, value in row.items() if isinstance(value, str) and key != "kind"})

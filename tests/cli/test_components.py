@@ -13,6 +13,7 @@ from grace.cli.components import trained_lines
 from grace.core.registry import KINDS, aliases, known, legal_communicators, make
 from tests.support import warm
 from tests.support.command import grace_command, grace_program, installed
+from tests.support.grouping import in_groups
 
 COMPONENTS = [
     (kind, name) for kind in KINDS for name, cls in known(kind).items() if cls.__module__.startswith("grace.")
@@ -50,7 +51,7 @@ def test_the_command_starts_without_the_heavy_packages():
     assert subprocess.run([warm.REAL, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@in_groups(("name",), [(name,) for name in COMPRESSORS])
 def test_list_shows_a_compressors_traits(listing, name):
     (row,) = re.findall(rf"^{name} .*$", listing.split("\nmemory")[0], re.MULTILINE)
     compressor = make("compressor", name)
@@ -96,7 +97,7 @@ def test_output_fits_80_columns(args):
     assert max(map(len, said(*args).splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("kind", "name"), COMPONENTS)
+@in_groups(("kind", "name"), COMPONENTS, lambda kind, name: kind)
 def test_describe_explains_a_component(kind, name):
     text = described(name)
     assert f"{name}, {'an outer optimizer' if kind == 'outer' else f'a {kind}'}\n" in text
@@ -107,7 +108,7 @@ def test_describe_explains_a_component(kind, name):
         assert f"  {parameter} = {default!r}\n" in text
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@in_groups(("name",), [(name,) for name in COMPRESSORS])
 def test_describe_names_legal_communicators_with_their_cost_and_no_other(name):
     text = described(name).split("a memory\n")[0]
     compressor = make("compressor", name)
@@ -134,7 +135,7 @@ def test_describe_explains_a_composition():
     assert "'sparsifier': {'name': 'topk', 'ratio': 0.02, 'chunk': 0, 'warmup_steps': 0}" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@in_groups(("name",), [(name,) for name in COMPRESSORS])
 def test_describe_says_with_which_optimizers_a_method_was_trained(name):
     cls, text = known("compressor")[name], described(name)
     for spec, losses in vars(cls).get("trained", {}).items():

@@ -15,6 +15,7 @@ import grace
 from grace.communicators.choice import build_communicator
 from grace.communicators.sparse import row_communicator
 from grace.core.registry import legal_communicators, legal_memories, make
+from tests.support.grouping import in_groups
 
 AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
 SM = "scatter_merge"
@@ -53,7 +54,7 @@ for name, communicators in COMMUNICATORS.items():
     communicators |= set(legal_communicators(make("compressor", name))) - {AR, AG, BC, SR, RB, SM}
 LATER_MEMORIES = set(grace.known("memory")) - MEMORIES
 
-compressors = pytest.mark.parametrize("compressor", COMMUNICATORS)
+compressors = in_groups(("compressor",), [(compressor,) for compressor in COMMUNICATORS])
 
 
 def memories_of(compressor: str) -> set[str]:
@@ -103,7 +104,7 @@ def test_no_memory_is_refused_where_error_feedback_is_needed(compressor):
         assert set(legal.split(", ")) == memories_of(compressor)
 
 
-@pytest.mark.parametrize("compressor", sorted(set(COMMUNICATORS) - FOR_THE_DGC_MEMORY))
+@in_groups(("compressor",), [(compressor,) for compressor in sorted(set(COMMUNICATORS) - FOR_THE_DGC_MEMORY)])
 def test_the_dgc_memory_is_refused_by_all_but_sparsifiers(compressor):
     for communicator in COMMUNICATORS[compressor]:
         message = refusal(compressor, "dgc", communicator)

@@ -1,6 +1,7 @@
 """Payloads of one size for devices, of methods whose payloads vary elsewhere: what they hold, and that what fills their
 room is nowhere decoded. Arrays and CPU tensors stand for a device's."""
 
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,7 @@ from grace.session.by_hand import WholeTensorPlan
 from grace.session.step_runner import StepRunner
 from tests.support.data import REFERENCE
 from tests.support.far import as_far
+from tests.support.grouping import in_groups
 from tests.support.methods import make
 
 RNG = np.random.default_rng(3)
@@ -41,8 +43,7 @@ def plain(spec, x):
     return make(near).decompress(*make(near).compress(x, "w"))
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-@pytest.mark.parametrize("spec", SPECS)
+@in_groups(("spec", "kind"), itertools.product(SPECS, TENSORS), lambda spec, kind: spec)
 def test_both_forms_decode_to_the_same(spec, kind):
     x, compressor = TENSORS[kind], make(spec)
     with FAR:

@@ -15,6 +15,7 @@ from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.torch import fused as torch_kernels
 from tests.support.data import EPSILON, REFERENCE, data, same
 from tests.support.drawing import drawn
+from tests.support.grouping import in_groups
 from tests.support.methods import SPECS, communicator_of, make, sent
 from tests.support.pairwise import pairwise
 
@@ -94,15 +95,17 @@ def usable(name, spec, *case):
     return name != "numpy" or spec != "bf16"
 
 
-def with_frameworks(names, *dimensions, allowed=usable):
-    """All pairs of frameworks and other values. TensorFlow starts slowly: `make check` leaves its cases out, and
-    `make test` runs so many of them that every value is met."""
+def with_frameworks(parameters, names, *dimensions, allowed=usable):
+    """Run a test with all pairs of frameworks and other values, a method's cases at once. TensorFlow starts slowly:
+    `make check` leaves its cases out, and `make test` runs so many of them that every value is met."""
     cases = pairwise(names, *dimensions, allowed=allowed)
     slow = [case for case in cases if "tensorflow" in str(case[0]) or "graph" in str(case[0])]
     few = drawn(slow)
-    cases = [case for case in cases if case in few or case not in slow]
     marks = [pytest.mark.slow, pytest.mark.every]
-    return [pytest.param(*c, marks=marks if c in few else (), id="-".join(map(str, c))) for c in cases]
+    params = [
+        pytest.param(*case, marks=marks if case in few else ()) for case in cases if case in few or case not in slow
+    ]
+    return in_groups(parameters, params, lambda *case: case[parameters.index("spec")])
 
 
 def array_of(tensor):
@@ -128,14 +131,12 @@ def check_codes(packed, wanted, call, bits):
     assert (np.abs(scaled - np.round(scaled)) <= 4 * EPSILON * (levels + 1)).all()
 
 
-@pytest.mark.parametrize(
+@with_frameworks(
     ("name", "spec", "shape", "kind"),
-    with_frameworks(
-        [name for name in FRAMEWORKS if name != "numpy"],
-        [spec for spec in SPECS if spec != "bf16"],
-        SHAPES,
-        ["gaussian", "heavy", "tied", "zeros"],
-    ),
+    [name for name in FRAMEWORKS if name != "numpy"],
+    [spec for spec in SPECS if spec != "bf16"],
+    SHAPES,
+    ["gaussian", "heavy", "tied", "zeros"],
 )
 def test_every_framework_sends_what_numpy_does(name, spec, shape, kind, monkeypatch):
     x, calls = data(kind, shape, 1), []
@@ -166,14 +167,12 @@ def test_every_framework_sends_what_numpy_does(name, spec, shape, kind, monkeypa
 DECODED = drawn(pairwise(EAGER, EAGER, allowed=lambda here, there: here != there))
 
 
-@pytest.mark.parametrize(
+@with_frameworks(
     ("pair", "spec", "shape"),
-    with_frameworks(
-        DECODED,
-        SPECS,
-        [(), (0,), (1025,), (33, 7)],
-        allowed=lambda pair, *case: all(usable(name, *case) for name in pair),
-    ),
+    DECODED,
+    SPECS,
+    [(), (0,), (1025,), (33, 7)],
+    allowed=lambda pair, *case: all(usable(name, *case) for name in pair),
 )
 def test_a_payload_of_another_rank_and_framework_decodes_with_the_local_ctx(pair, spec, shape):
     here, there = (FRAMEWORKS[name] for name in pair)
@@ -209,7 +208,7 @@ BYTES = {
 """Payload bytes of a vector of 1001 elements: codes are packed, and positions take 16 bits or are a bitmap."""
 
 
-@pytest.mark.parametrize("spec", BYTES)
+@in_groups(("spec",), [(spec,) for spec in BYTES])
 def test_a_vector_takes_these_bytes(spec):
     for convert in (np.array, to_torch):
         assert sum(tensor.nbytes for tensor in sent(make(spec), convert(data("gaussian", 1001)))) == BYTES[spec]
@@ -230,9 +229,7 @@ def filled(kind, shape):
     return data("gaussian", shape) if EDGES[kind] is None else np.full(shape, EDGES[kind], np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "spec", "kind"), with_frameworks([name for name in EAGER if "tensorflow" not in name], SPECS, EDGES)
-)
+@with_frameworks(("name", "spec", "kind"), [name for name in EAGER if "tensorflow" not in name], SPECS, EDGES)
 def test_any_tensor_comes_back_finite_in_its_shape_and_stays_as_it_was(name, spec, kind):
     for shape in ((), (0,), (1,), (2,), (33, 7), (2, 0, 3), (8, 3, 3, 3)):
         x = filled(kind, shape)
@@ -250,7 +247,7 @@ def test_any_tensor_comes_back_finite_in_its_shape_and_stays_as_it_was(name, spe
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("spec", SPECS)
+@in_groups(("spec",), [(spec,) for spec in SPECS])
 def test_bad_numbers_do_not_crash(spec):
     for bad in (np.nan, np.inf, -np.inf):
         for x in (np.full(33, bad, np.float32), data("gaussian", 33), data("gaussian", (20, 30))):
@@ -261,9 +258,7 @@ def test_bad_numbers_do_not_crash(spec):
                     assert tuple(compressor.decompress(payload, ctx).shape) == x.shape
 
 
-@pytest.mark.parametrize(
-    ("name", "spec", "shape"), with_frameworks(EAGER, SPECS, [(), (0,), (7,), (3, 50), (20, 30), (20_003,)])
-)
+@with_frameworks(("name", "spec", "shape"), EAGER, SPECS, [(), (0,), (7,), (3, 50), (20, 30), (20_003,)])
 def test_accumulate_adds_the_weighted_decoding(name, spec, shape):
     framework, out = FRAMEWORKS[name], data("gaussian", shape, 1)
     compressor, payload, ctx = framework.compress(spec, data("gaussian", shape))
@@ -319,7 +314,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 @pytest.mark.usefixtures("local")
-@pytest.mark.parametrize(("spec", "dtype", "layout"), pairwise(SPECS, DTYPES, LAYOUTS), ids=str)
+@in_groups(("spec", "dtype", "layout"), pairwise(SPECS, DTYPES, LAYOUTS), lambda spec, *_: spec)
 def test_any_tensor_is_exchanged_as_its_contiguous_copy(spec, dtype, layout):
     x = LAYOUTS[layout]().to(getattr(torch, dtype))
     kept = x.clone()
@@ -340,15 +335,13 @@ def as_array(tensor):
 
 
 @pytest.mark.usefixtures("local")
-@pytest.mark.parametrize(
+@with_frameworks(
     ("name", "spec", "dtype", "shape"),
-    with_frameworks(
-        [name for name in ("numpy", "tensorflow") if name in FRAMEWORKS],
-        [spec for spec in SPECS if not spec.startswith("powersgd")],
-        DTYPES,
-        [(), (0,), (3, 0), (1,), (33, 7)],
-        allowed=lambda name, spec, dtype, shape: usable(name, spec) and (name, dtype) != ("numpy", "bfloat16"),
-    ),
+    [name for name in ("numpy", "tensorflow") if name in FRAMEWORKS],
+    [spec for spec in SPECS if not spec.startswith("powersgd")],
+    DTYPES,
+    [(), (0,), (3, 0), (1,), (33, 7)],
+    allowed=lambda name, spec, dtype, shape: usable(name, spec) and (name, dtype) != ("numpy", "bfloat16"),
 )
 def test_steps_give_what_steps_in_torch_give(name, spec, dtype, shape):
     ours, theirs = communicator_of(spec), communicator_of(spec)
@@ -364,7 +357,7 @@ def test_steps_give_what_steps_in_torch_give(name, spec, dtype, shape):
         np.testing.assert_allclose(mine, other, rtol=8 * EPSILON, atol=8 * EPSILON)
 
 
-@pytest.mark.parametrize("spec", ONE_ROUND)
+@in_groups(("spec",), [(spec,) for spec in ONE_ROUND])
 def test_every_legal_communicator_gives_the_same_result_on_one_rank(spec):
     x = torch.from_numpy(data("gaussian", (20, 30)))
     wanted = communicator_of(spec).step(x, "w")

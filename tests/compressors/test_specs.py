@@ -18,6 +18,7 @@ from grace.core.context import Context
 from grace.core.registry import known, make
 from grace.kernels import Kernels, kernels_of
 from tests.support.drawing import THOROUGH, drawn
+from tests.support.grouping import in_groups
 
 SHAPES = [(), (0,), (0, 3), (1,), (2,), (7,), (33, 17), (8, 3, 3, 3), (1, 513), (1024,), (4097,), (65_535,), (65_537,)]
 STEPS = [0, 1, 3, 50, AFTER_WARMUP]
@@ -81,6 +82,11 @@ BOUNDED = sorted({method.spec for cls in OURS if cls.bounded for method in varie
 FEW = ["topk(warmup_steps=10)", "topk(ratio=0.01, chunk=64, warmup_steps=10)", "topk(ratio=0.001, warmup_steps=10)"]
 
 
+def one_by_method(specs):
+    """Run a test with all settings of a method at once."""
+    return in_groups(("spec",), [(spec,) for spec in specs], lambda spec: spec.partition("(")[0])
+
+
 def at(spec, step) -> Compressor:
     compressor = make("compressor", spec)
     compressor.bind(Context(step=step))
@@ -138,7 +144,7 @@ def test_all_methods_are_tried_with_changed_parameters():
     assert {spec.partition(" | ")[2].partition("(")[0] for spec in SPECS} >= {"qsgd", "cast", "natural", "dynamic8"}
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@one_by_method(SPECS)
 def test_specs_bits_and_ctx_are_those_of_payloads(spec):
     asked = make("compressor", spec)
     varies, by_shape = asked.traits.varies, asked.traits.fixed_size == "by shape"
@@ -166,7 +172,7 @@ def test_specs_bits_and_ctx_are_those_of_payloads(spec):
         assert same(found, ctx)
 
 
-@pytest.mark.parametrize("spec", BOUNDED)
+@one_by_method(BOUNDED)
 def test_payloads_on_a_device_have_room_by_shape_and_step(spec):
     asked = make("compressor", spec)
     for shape, step in itertools.product(SHAPES, STEPS if "warmup" in spec else STEPS[:1]):

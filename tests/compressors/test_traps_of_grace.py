@@ -30,6 +30,7 @@ from grace.core.variable import Variable
 from grace.kernels.random import Stream
 from grace.session.sharding import uniform
 from tests.support.data import REFERENCE, data, same
+from tests.support.grouping import in_groups
 from tests.support.implementations import ALL
 from tests.support.methods import SPECS, make
 from tests.support.training import Given, distributed
@@ -40,7 +41,7 @@ frameworks = pytest.mark.parametrize("convert", [np.array, torch.tensor], ids=["
 # -- random numbers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "bf16"])  # which NumPy does not have
+@in_groups(("spec",), [(spec,) for spec in SPECS if spec != "bf16"])  # which NumPy does not have
 def test_no_compressor_touches_a_global_generator(spec):
     def states():
         return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()

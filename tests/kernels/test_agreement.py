@@ -10,6 +10,7 @@ from grace.kernels import Stream
 from grace.kernels.constants import GAUSSIAN_STEPS
 from tests.support.data import EPSILON, REFERENCE, TINY, agree, close, data, same
 from tests.support.examples import NUMBERS, VECTORS, examples
+from tests.support.implementations import ALL, crossed
 from tests.support.kernel_cases import STREAMS, WEIGHTS, every, others
 
 LIKE = np.zeros(1, np.float32)
@@ -252,8 +253,7 @@ def test_the_sign_of_nan_is_minus_and_of_negative_zero_plus(it):
     assert signs == [0, 1, 1, 0, 1, 1, int(x[-1] >= 0)]
 
 
-@every
-@pytest.mark.parametrize("value", [0.0, 0.1, -3e38, 1e-45])
+@crossed(ALL, ("value",), [0.0, 0.1, -3e38, 1e-45])
 def test_equal_elements_are_not_clipped(it, value):
     x = np.full(1000, value, np.float32)
     same(it.run("clip_deviation", x, 2.5), x)

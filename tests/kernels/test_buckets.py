@@ -9,7 +9,7 @@ from grace.kernels.constants import GAUSSIAN_STEPS
 from grace.kernels.numba.primitives import NumbaKernels
 from grace.kernels.numba.rounding import _threshold
 from tests.support.data import EPSILON, REFERENCE, data, same
-from tests.support.implementations import ALL, OTHERS, InTensorFlow
+from tests.support.implementations import ALL, OTHERS, InTensorFlow, crossed
 
 BUCKETS = (1, 5, 32, 512, 1024, 5000)  # 32 and 1024 are what the compiled loops take at a time
 BYTE = 8  # elements that pack() takes at a time
@@ -90,8 +90,7 @@ def test_random_indices_equal_the_reference_at_the_ends_of_what_is_drawn_at_a_ti
                 same(it.run("random_indices", Stream(k, n), n, k, np.zeros(1, np.float32)), wanted)
 
 
-@pytest.mark.parametrize("it", ALL)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (40,)], ids=str)
+@crossed(ALL, ("shape",), [(), (0,), (1,), (40,)])
 def test_a_bucket_takes_no_more_room_than_the_tensor_has(it, shape):
     """A bucket of 2^40 elements would need terabytes."""
     x = np.asarray(data("gaussian", shape))

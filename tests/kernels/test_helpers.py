@@ -5,7 +5,7 @@ import pytest
 
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Stream, dequantize, desparsify, pack, quantize, sparsify, unpack
-from tests.support.implementations import ALL, tf
+from tests.support.implementations import ALL, crossed, tf
 
 SHAPES = [(), (0,), (7,), (3, 5), (2, 600)]
 
@@ -20,13 +20,12 @@ def there_and_back(x, shape, count):
     return *sent, unpacked, dequantize(unpacked, scales, 3, shape, bucket_size=64), desparsify(values, indices, shape)
 
 
-@pytest.mark.parametrize("implementation", ALL)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_results_are_numpys_in_every_framework(implementation, shape):
+@crossed(ALL, ("shape",), SHAPES)
+def test_results_are_numpys_in_every_framework(it, shape):
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     count = (x.size + 2) // 3
     wanted = there_and_back(x, shape, count)
-    found = [implementation.back(part) for part in there_and_back(implementation.to(x), shape, count)]
+    found = [it.back(part) for part in there_and_back(it.to(x), shape, count)]
     for expected, got in zip(wanted, found, strict=True):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
         np.testing.assert_allclose(got, expected, rtol=1e-6)

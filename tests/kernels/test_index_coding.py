@@ -3,11 +3,11 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import coded_as, decode, encode
+from tests.support.grouping import in_groups
 from tests.support.pairwise import pairwise
 
 VALUES = [1, 8, 1000, 65536, 65537, 300_000], [0.001, 0.02, 0.05, 0.1, 0.9, 1.0], [True, False]
@@ -15,7 +15,7 @@ CASES = [*itertools.product(*VALUES, ["numpy"]), *((*case, "torch") for case in 
 """All forms in NumPy; torch's are chosen by the same sizes."""
 
 
-@pytest.mark.parametrize(("n", "ratio", "fixed", "framework"), CASES)
+@in_groups(("n", "ratio", "fixed", "framework"), CASES, lambda n, *_: str(n))
 def test_positions_survive_in_the_smallest_form(n, ratio, fixed, framework):
     count = max(1, int(n * ratio))
     indices = np.sort(np.random.default_rng(0).choice(n, count, replace=False)).astype(np.int32)

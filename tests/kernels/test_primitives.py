@@ -45,9 +45,7 @@ def test_join_concatenates_into_out(it):
     assert not k.mutable or joined is out
 
 
-@every
-@pytest.mark.parametrize("dtype", ["float32", "uint8"])
-@pytest.mark.parametrize("sizes", [[], [5], [2, 0, 3, 1]])
+@crossed(ALL, ("sizes", "dtype"), [[], [5], [2, 0, 3, 1]], ["float32", "uint8"])
 def test_split_gives_the_parts_of_a_tensor(it, sizes, dtype):
     x = np.arange(sum(sizes)).astype(dtype)
     parts = it.kernels.split(it.to(x), sizes)
@@ -130,8 +128,7 @@ def test_all_finite_takes_the_largest_number_and_whole_numbers(it):
     assert it.kernels.all_finite(it.to(np.full(3, -1, np.int32)))
 
 
-@every
-@pytest.mark.parametrize("dtype", FLOATS)
+@crossed(ALL, ("dtype",), FLOATS)
 def test_all_finite_refuses_what_is_larger_than_asked(it, dtype):
     x = it.to(np.array([4, -4, 0.1], dtype))
     assert it.kernels.all_finite(x, 4.0) == 1
@@ -193,8 +190,7 @@ def test_divide_is_bit_for_bit(it, x, by):
             same(it.run("divide", zeros, x, by), REFERENCE.divide(zeros.copy(), x, by))
 
 
-@every
-@pytest.mark.parametrize("by", [3.3, 70_000.0, 1e-3])
+@crossed(ALL, ("by",), [3.3, 70_000.0, 1e-3])
 def test_sixteen_bits_are_divided_by_a_number_that_is_not_rounded_to_them(it, by):
     x = np.float16([1, 2.5, -10, 60])
     same(it.run("divide", np.zeros_like(x), x, by), (x.astype(np.float32) / np.float32(by)).astype(np.float16))
@@ -225,9 +221,9 @@ def test_signs_are_plus_one_from_zero_on(it, x):
     same(it.run("signs", x.reshape(1, -1)).reshape(-1), it.run("signs", x))
 
 
-@every
-@pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 1, 1), (7, 5, 3), (33, 2, 8), (0, 3, 2), (3, 0, 2)])
-def test_matmul_and_matmul_add_are_the_matrix_products(it, rows, columns, inner):
+@crossed(ALL, ("sizes",), [(1, 1, 1), (7, 5, 3), (33, 2, 8), (0, 3, 2), (3, 0, 2)])
+def test_matmul_and_matmul_add_are_the_matrix_products(it, sizes):
+    rows, columns, inner = sizes
     a, b = data("gaussian", (rows, inner), 1), data("gaussian", (inner, columns), 2)
     exact = a.astype(np.float64) @ b
     scale = np.abs(a).astype(np.float64) @ np.abs(b) * inner
@@ -307,8 +303,7 @@ def test_fill_zero_columns_replaces_only_all_zero_columns_and_huge_ones(it):
     same(it.run("fill_zero_columns", x, other), wanted)
 
 
-@every
-@pytest.mark.parametrize("bad", [None, 0, 2e12, np.nan, -np.inf])
+@crossed(ALL, ("bad",), [None, 0, 2e12, np.nan, -np.inf])
 def test_zero_columns_tells_whether_filling_changes_something(it, bad):
     matrices = [data("gaussian", (5, 4), 1), data("gaussian", (9, 1), 2)]
     if bad is not None:

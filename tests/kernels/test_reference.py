@@ -12,7 +12,7 @@ from grace.kernels import Stream
 from grace.kernels.constants import GAUSSIAN_STEPS, HIGHEST_POWER, LOWEST_POWER
 from tests.support.data import EPSILON, HUGE, REFERENCE, TINY, close, data, same
 from tests.support.examples import VECTORS
-from tests.support.implementations import ALL
+from tests.support.implementations import ALL, crossed
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -51,9 +51,7 @@ def test_quantize_rounds_each_scaled_magnitude_up_or_down(norm, x, levels, bucke
         assert (code * part >= 0).all()
 
 
-@pytest.mark.parametrize("it", ALL)
-@pytest.mark.parametrize("norm", ["l2", "max"])
-@pytest.mark.parametrize("levels", [1, 7, 127])
+@crossed(ALL, ("norm", "levels"), ["l2", "max"], [1, 7, 127])
 def test_a_value_equal_to_the_scale_never_exceeds_the_top_level(it, norm, levels):
     for value in (1.0, -1.0, 0.1, -HUGE, HUGE, 1e-45, -3e-39):
         x = np.full(4000, value, np.float32)

@@ -32,8 +32,7 @@ def test_rows_are_added_twice_if_they_come_twice(it, shape, rows):
     np.testing.assert_allclose(added, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("it", ALL)
-@pytest.mark.parametrize("rows", [[], [7], [5, -1, 5, 2]])
+@crossed(ALL, ("rows",), [[], [7], [5, -1, 5, 2]])
 def test_distinct_rows_ascend_and_every_row_has_its_place(it, rows):
     rows = np.array(rows, np.int64)
     distinct, places = it.run("distinct", rows)
@@ -41,8 +40,7 @@ def test_distinct_rows_ascend_and_every_row_has_its_place(it, rows):
     np.testing.assert_array_equal(distinct[places], rows)
 
 
-@pytest.mark.parametrize("it", ALL)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "uint8"])
+@crossed(ALL, ("dtype",), ["float32", "float16", "int32", "uint8"])
 def test_memory_that_an_engine_wrote_becomes_a_tensor(it, dtype):
     values = np.arange(24).astype(dtype)
     buffer = it.kernels.host_buffer(values.nbytes)

@@ -30,10 +30,7 @@ from tests.support.trained import Trained, bits, drawn, fuses
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
 FOUND = [param.values[0] for param in OTHERS if param.id == "triton"]
-pytestmark = [
-    pytest.mark.skipif(not FOUND, reason="no GPU: test_triton.py runs this in Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning")
 SHAPES = [(20, 25), (), (0,), (2053,), (33,)]
 """Shapes of which one takes several programs of most kernels."""
 LARGE = [(20, 25), (), (0,), (5003,), (33,)]
@@ -150,9 +147,9 @@ ABOVE = {
 
 def test_what_is_above_a_threshold_has_its_wire_too(monkeypatch):
     """Entries, what fills their room, how many there are, and statuses; of positions of 16 bits and of 32."""
-    monkeypatch.setattr(index_coding, "NARROW", 1 << 12)
+    monkeypatch.setattr(index_coding, "NARROW", 1 << 11)
     monkeypatch.setattr(launching, "PROGRAMS", 2)
-    shapes, rng, counts = [(5003,), (), (23, 7), (7,), (4095,)], np.random.default_rng(1), []
+    shapes, rng, counts = [(2503,), (), (23, 7), (7,), (2047,)], np.random.default_rng(1), []
     given = "threshold(value=0.5, capacity=0.1)", "none", shapes
     there, here = (Trained(*given, apart) for apart in (False, True))
     mine, other = (max(one.runner.buckets, key=lambda bucket: len(bucket.variables)) for one in (there, here))
@@ -172,7 +169,7 @@ def test_what_is_above_a_threshold_has_its_wire_too(monkeypatch):
         assert bits(own.buffer) == bits(plain.buffer), kind
         place = own.layouts[0].placed()[0][2].offset
         counts.append(int(own.buffer[place : place + 4].view(torch.int32)))
-    assert {0, 500} < set(counts)
+    assert {0, 250} < set(counts)
     assert isinstance(own, FusedCodec)
     assert not isinstance(plain, FusedCodec)
 

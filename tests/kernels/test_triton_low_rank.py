@@ -21,10 +21,7 @@ from tests.support.implementations import INTERPRETED
 from tests.support.traffic import counted
 from tests.support.trained import Trained
 
-pytestmark = [
-    pytest.mark.skipif(not FOUND, reason="no GPU: test_triton.py runs this in Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MATRICES = [(70, 140), (40,), (), (0, 3), (66, 3, 3), (3, 260), (2, 2)]
 RANK = 3
 FINITE = 0x7F7FFFFF
@@ -118,8 +115,9 @@ def test_two_ranks_decode_the_references_products_to_the_same_bits(first):
         assert outs[0][i].equal(outs[1][i])
         assert kept[0][i].equal(kept[1][i])
     assert all(bool((flag == 1).all()) for one in flags for flag in one)
-    again, *_ = ranks.exchange(gradients, residuals, first)
-    assert all(one.equal(other) for one, other in zip(outs[0], again[0], strict=True))
+    if first:
+        again, *_ = ranks.exchange(gradients, residuals, first)
+        assert all(one.equal(other) for one, other in zip(outs[0], again[0], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["heavy", "zeros", "denormal", "rank-one", "one-zero-column", "large", "nan"])

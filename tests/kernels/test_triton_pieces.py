@@ -17,7 +17,7 @@ from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.exchange.fused_codec import FusedCodec
 from grace.exchange.header import resolve_headers
 from grace.exchange.round_trip import RoundTrip
-from tests.kernels.test_triton_buckets import FOUND, INTERPRETED, by_triton
+from tests.kernels.test_triton_buckets import INTERPRETED, by_triton
 from tests.support.drawing import THOROUGH
 from tests.support.far import as_far
 from tests.support.pretended import Among
@@ -25,7 +25,7 @@ from tests.support.trained import bits
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
 pytestmark = [
-    pytest.mark.skipif(not FOUND or not INTERPRETED, reason="test_triton.py runs this in Triton's interpreter"),
+    pytest.mark.skipif(not INTERPRETED, reason="test_triton.py runs this in Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning"),
 ]
 RANKS, OTHER = 3, 1

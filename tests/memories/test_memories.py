@@ -13,6 +13,7 @@ from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.memories.residual import Residual
 from tests.support.data import EPSILON, data, same
+from tests.support.grouping import in_groups
 
 SHAPE = (20, 30)
 STEPS = 20
@@ -48,7 +49,14 @@ PAIRS = [
     (Allgather, "adaptive(ratio=0.1)", None),
     (Allgather, "topk(ratio=0.05) | qsgd(levels=7)", None),
 ]
-pairs = pytest.mark.parametrize(("cls", "compressor", "memory"), PAIRS)
+
+
+def pairs(names, more):
+    """Run a test with each pair and more values, the pairs at once."""
+    cases = [(*case, *pair) for case in more for pair in PAIRS]
+    return in_groups((*names, "cls", "compressor", "memory"), cases, lambda *case: str(case[0]))
+
+
 frameworks = pytest.mark.parametrize("make_tensor", [np.array, torch.from_numpy], ids=["numpy", "torch"])
 
 
@@ -56,10 +64,7 @@ def remembered(communicator: Communicator) -> np.ndarray:
     return np.float64(next(iter(communicator.memory.residual_tensors("w")), np.zeros(SHAPE, np.float32)))
 
 
-@pairs
-@pytest.mark.parametrize(
-    ("kind", "make_tensor"), [("gaussian", np.array), ("heavy", torch.from_numpy), ("mostly-zero", torch.from_numpy)]
-)
+@pairs(("kind", "make_tensor"), [("gaussian", np.array), *((k, torch.from_numpy) for k in ("heavy", "mostly-zero"))])
 def test_sent_plus_new_residual_is_gradient_plus_old_residual(cls, compressor, memory, make_tensor, kind):
     communicator = build(cls, compressor, memory)
     for step in range(STEPS):
@@ -234,10 +239,9 @@ def everything(communicator: Communicator) -> dict:
     return flat
 
 
-@pairs
-@pytest.mark.parametrize(
-    ("make_tensor", "bad", "position"),
-    [(np.array, np.nan, 0), (torch.from_numpy, np.inf, 1), (torch.from_numpy, -np.inf, 599)],
+@pairs(
+    ("bad", "make_tensor", "position"),
+    [(np.nan, np.array, 0), (np.inf, torch.from_numpy, 1), (-np.inf, torch.from_numpy, 599)],
 )
 def test_a_bad_number_is_seen_and_leaves_all_state_unchanged(cls, compressor, memory, make_tensor, bad, position):
     communicator = build(cls, compressor, memory)
@@ -256,8 +260,7 @@ def test_a_bad_number_is_seen_and_leaves_all_state_unchanged(cls, compressor, me
         same(before[key], after[key])
 
 
-@pairs
-@pytest.mark.parametrize(("make_tensor", "when"), [(np.array, 0), (torch.from_numpy, 4)])
+@pairs(("when", "make_tensor"), [(0, np.array), (4, torch.from_numpy)])
 def test_training_goes_on_as_if_the_overflowed_step_had_not_been(cls, compressor, memory, make_tensor, when):
     clean, other = build(cls, compressor, memory), build(cls, compressor, memory)
     for step in range(8):

@@ -26,6 +26,7 @@ from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import make_shards
 from tests.support.drawing import THOROUGH
+from tests.support.grouping import in_groups
 from tests.support.pairwise import pairwise
 from tests.support.pretended import Pretended, sent_by
 
@@ -105,7 +106,7 @@ if THOROUGH:
     CASES = [(*pair, *ranks) for pair in pairs() for ranks in RANKS]
 
 
-@pytest.mark.parametrize(("method", "kind", "ranks", "rank"), CASES)
+@in_groups(("method", "kind", "ranks", "rank"), CASES, lambda method, kind, *_: kind)
 def test_every_method_sends_the_bytes_that_are_predicted(method, kind, ranks, rank):
     shards = uniform(VARIABLES, quiet(method, kind), Limits(2000))
     sent, payload, runner = exchanged(shards, VARIABLES, ranks, rank)
@@ -142,7 +143,7 @@ VARYING = [(*pair, False) for pair in pairs() if make("compressor", pair[0]).tra
 ROWS = [("none", "allgather", True), ("topk", "allgather", True)]
 
 
-@pytest.mark.parametrize(("method", "kind", "sparse"), [*VARYING, *ROWS])
+@in_groups(("method", "kind", "sparse"), [*VARYING, *ROWS])
 def test_no_sizes_go_ahead_where_the_engine_gathers_unequal_payloads(method, kind, sparse):
     variables, counts = [replace(v, sparse=sparse) for v in LARGE if len(v.shape) > 1], []
     for concatenates in (False, True):
@@ -168,7 +169,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize(
+@in_groups(
     ("builder", "compressor", "rank"), pairwise(STRATEGIES, ["none", "fp16", "qsgd", "topk(ratio=0.1)"], [0, 1, 2])
 )
 def test_strategies_send_the_bytes_that_are_predicted(builder, compressor, rank):
@@ -265,7 +266,7 @@ def test_codecs_cost_what_they_cost_for_the_bucket():
     assert [transfer.kind for transfer in matrix.transfers] == ["allreduce"] * 2
 
 
-@pytest.mark.parametrize(("method", "kind"), pairs())
+@in_groups(("method", "kind"), pairs(), lambda method, kind: kind)
 def test_from_2_to_1024_ranks(method, kind):
     """Gathered bytes grow with the ranks, summed ones do not."""
     variables = [Variable(f"w{i}", (30000, 40000)) for i in range(4)]

@@ -10,6 +10,7 @@ from grace.core.variable import Variable
 from grace.session.bucketing import COLLECTIVE_BYTES, FIRST_BYTES, GRADIENT_BYTES, Limits
 from grace.session.exchange_plan import UniformPlan
 from grace.session.sharding import make_buckets, uniform
+from tests.support.grouping import in_groups
 
 STAGES = ((64, 256, 3), (128, 512, 4), (256, 1024, 6), (512, 2048, 3))
 
@@ -111,7 +112,7 @@ def test_chosen_sets_are_cut_by_gradient_only():
     assert len(compressed) < 10 < len(cut("qsgd")[0])
 
 
-@pytest.mark.parametrize("seed", range(50))
+@in_groups(("seed",), [(seed,) for seed in range(50)], lambda seed: str(seed // 10))
 def test_every_cut_is_a_partition_in_order(seed):
     draw = random.Random(seed)
     count = draw.randint(1, 40)

@@ -11,6 +11,7 @@ from grace.kernels.torch.fused import FusedTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
 from grace.kernels.triton.availability import missing
 from tests.support.data import REFERENCE
+from tests.support.grouping import in_groups
 from tests.support.pairwise import pairwise
 from tools.device import place
 
@@ -93,12 +94,11 @@ else:
 
 
 def crossed(implementations, names, *dimensions):
-    """Parametrizes with ``it`` and more: so that all pairs of values meet."""
+    """Run a test with ``it`` and more, so that all pairs of values meet, all cases of an implementation at once."""
     chosen = pairwise(range(len(implementations)), *dimensions)
-    cases = [(implementations[place], case) for place, *case in chosen]
-    ids = ["-".join([it.id, *map(str, case)]) for it, case in cases]
-    params = [pytest.param(*it.values, *case, marks=it.marks, id=i) for (it, case), i in zip(cases, ids, strict=True)]
-    return pytest.mark.parametrize(("it", *names), params)
+    cases = [pytest.param(*implementations[i].values, *case, marks=implementations[i].marks) for i, *case in chosen]
+    ids = {it.values[0]: it.id for it in implementations}
+    return in_groups(("it", *names), cases, lambda it, *_: ids[it])
 
 
 ALL = [pytest.param(Implementation(REFERENCE), id="numpy"), *OTHERS]

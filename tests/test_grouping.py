@@ -7,24 +7,23 @@ import pytest
 from tests.support.grouping import in_groups
 
 CASES = [(1, "a"), (2, "b"), pytest.param(3, "a", marks=pytest.mark.slow), (4, "a")]
-seen = []
 
 
-@in_groups(("number", "letter"), CASES, lambda number, letter: letter)
-@pytest.mark.usefixtures("capsys")
-def test_cases_of_a_label_and_of_like_marks_run_together(number, letter, monkeypatch):
-    seen.append((number, letter))
-    assert hasattr(monkeypatch, "setenv")
+def test_cases_of_a_label_and_of_like_marks_run_together():
+    seen = []
 
+    @in_groups(("number", "letter"), CASES, lambda number, letter: letter)
+    @pytest.mark.usefixtures("capsys")
+    def test(number, letter, fixture):
+        seen.append((number, letter, fixture))
 
-def test_all_cases_have_run_in_their_groups():
-    test = test_cases_of_a_label_and_of_like_marks_run_together
-    assert [*inspect.signature(test).parameters] == ["monkeypatch", "group"]
+    assert [*inspect.signature(test).parameters] == ["fixture", "group"]
     used, cases = test.pytestmark
     assert (used.name, cases.name) == ("usefixtures", "parametrize")
     groups = {param.id: (param.values[0], [mark.name for mark in param.marks]) for param in cases.args[1]}
     assert groups == {"a": ([(1, "a"), (4, "a")], []), "b": ([(2, "b")], []), "a-slow": ([(3, "a")], ["slow"])}
-    assert [case for case in seen if case[0] != 3] == [(1, "a"), (4, "a"), (2, "b")]
+    test(group=groups["a"][0], fixture="x")
+    assert seen == [(1, "a", "x"), (4, "a", "x")]
 
 
 def test_a_case_that_fails_is_named():

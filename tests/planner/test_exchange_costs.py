@@ -106,7 +106,7 @@ if THOROUGH:
     CASES = [(*pair, *ranks) for pair in pairs() for ranks in RANKS]
 
 
-@in_groups(("method", "kind", "ranks", "rank"), CASES, lambda method, kind, *_: kind)
+@in_groups(("method", "kind", "ranks", "rank"), CASES, lambda method, *_: method)
 def test_every_method_sends_the_bytes_that_are_predicted(method, kind, ranks, rank):
     shards = uniform(VARIABLES, quiet(method, kind), Limits(2000))
     sent, payload, runner = exchanged(shards, VARIABLES, ranks, rank)
@@ -266,7 +266,7 @@ def test_codecs_cost_what_they_cost_for_the_bucket():
     assert [transfer.kind for transfer in matrix.transfers] == ["allreduce"] * 2
 
 
-@in_groups(("method", "kind"), pairs(), lambda method, kind: kind)
+@in_groups(("method", "kind"), pairs(), lambda method, kind: method)
 def test_from_2_to_1024_ranks(method, kind):
     """Gathered bytes grow with the ranks, summed ones do not."""
     variables = [Variable(f"w{i}", (30000, 40000)) for i in range(4)]

@@ -1,9 +1,12 @@
-"""Errors that Grace raises on purpose. Messages name the fault, its location, and a remedy."""
+"""Errors that Grace raises on purpose, and its warnings. Messages name the fault, its location, and a remedy."""
 
 import contextlib
 import importlib.util
 import re
+import sys
+import warnings
 from collections.abc import Iterator
+from types import FrameType
 
 
 class GraceError(Exception):
@@ -53,6 +56,22 @@ def in_one_line(text: str) -> str:
     """
     line = " ".join(text.split())
     return line if len(line) <= 500 else f"{line[:150]} ... {line[-345:]}"
+
+
+WITHIN = {"grace", "torch", "tensorflow", "keras", "horovod", "lightning", "transformers", "accelerate", "ray"}
+WITHIN |= {"numba", "triton", "contextlib", "functools"}
+"""Packages through which a user's program calls Grace, and Grace itself."""
+
+
+def warn(message: str) -> None:
+    """Warn, at the line of the user's program that called Grace, directly or through its framework."""
+    caller = sys._getframe(1)
+    frame: FrameType | None = caller
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in WITHIN:
+        frame = frame.f_back
+    line = frame or caller  # a thread of Grace's own has no line of the user's
+    registry = line.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, line.f_code.co_filename, line.f_lineno, registry=registry)
 
 
 class ConfigError(GraceError, ValueError):

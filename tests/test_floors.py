@@ -155,6 +155,11 @@ def test_names_of_typing_are_those_of_the_oldest_python():
             assert other not in later, f"{file}:{line}: Python 3.10 has no {other}"
 
 
+def test_all_warnings_name_a_line_of_the_users():
+    for file in FILES:
+        assert "warnings.warn(" not in file.read_text(), f"{file}: grace.errors.warn finds that line"
+
+
 def test_the_floors_notice_what_runs_up_or_in_a_circle():
     tree = ast.parse("def f():\n    from grace.session import setup\n    import grace.errors")
     assert imported(tree) == [(2, "grace.session.setup", False), (3, "grace.errors", False)]

@@ -4,7 +4,6 @@ import ctypes
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -19,7 +18,7 @@ from mpi4py import MPI
 from grace.core.backend import Backend, Handle, Tensor
 from grace.core.waits import timeout_for
 from grace.core.watch import TimeoutCheck
-from grace.errors import RankError, in_one_line
+from grace.errors import RankError, in_one_line, warn
 from grace.kernels import kernels_of
 
 SPINS, SHORTEST, LONGEST, SHARE = 50, 50e-6, 1e-3, 0.01
@@ -268,7 +267,7 @@ class _Staged:
         if device != "cpu":
             if not _Staged._warned:
                 _Staged._warned = True
-                warnings.warn("gradients go through host memory on their way to MPI and back", stacklevel=4)
+                warn("gradients go through host memory on their way to MPI and back")
             import torch
 
             memory = torch.empty(self.tensor.shape, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -1,13 +1,12 @@
 """Communicators from GRACE's parameter dictionaries."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
 from grace.core.registry import known, make
-from grace.errors import ConfigError
+from grace.errors import ConfigError, warn
 
 PARTS = ("compressor", "memory", "communicator")
 
@@ -73,7 +72,7 @@ def from_params(params: Mapping[str, Any]) -> Communicator:
         )
     for key, why in ELSEWHERE.items():
         if key in params:
-            warnings.warn(f"from_params: {key}={params[key]!r} is not needed: {why}", stacklevel=2)
+            warn(f"from_params: {key}={params[key]!r} is not needed: {why}")
     for kind in PARTS:
         if not isinstance(params.get(kind, ""), (str, type(None))):
             raise ConfigError(f"from_params takes the name of a {kind}, not {params[kind]!r}: pass objects themselves")
@@ -89,7 +88,7 @@ def from_params(params: Mapping[str, Any]) -> Communicator:
     communicator.make_for(params.get("world_size"))
     unused = [key for key in (*KEYS, "lr") if key in params and key not in used]
     if unused:
-        warnings.warn(f"from_params: {communicator.describe()} has no use for {', '.join(unused)}", stacklevel=2)
+        warn(f"from_params: {communicator.describe()} has no use for {', '.join(unused)}")
     return communicator
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +14,7 @@ from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route
 from grace.core.specs import Spec
 from grace.core.user_parts import check_shape
-from grace.errors import ConfigError
+from grace.errors import ConfigError, warn
 from grace.kernels import kernels_of
 
 
@@ -204,10 +203,9 @@ class Communicator(Component):
                 f"leaves out. Use memory={traits.memory!r}. {memories}"
             )
         if self.compressor.noisy and self.memory.stateful:
-            warnings.warn(
+            warn(
                 f"{self.compressor.spec} is not a contraction: its error can exceed the gradient, and error feedback "
-                f"({self.memory.spec}) on it can diverge. Use {self.compressor.noise_advice}",
-                stacklevel=3,
+                f"({self.memory.spec}) on it can diverge. Use {self.compressor.noise_advice}"
             )
 
     def make_for(self, world_size: int | None) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import warnings
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 import grace.backends.openmpi  # noqa: F401 - where mpi4py is installed, a Trainer calls MPI to find its launcher
+from grace.errors import warn
 from grace.integrations.wrapped import KEY, NOTHING, Chosen, wrap
 from grace.torch.ddp import EarlyState, grace_hook
 
@@ -124,10 +124,9 @@ class GraceCallback(Chosen, Callback):
             return
         # gathering the state is a collective, and after an exception other ranks may not come here
         if sys.exc_info()[0] is not None:
-            warnings.warn(
+            warn(
                 "a checkpoint that is saved because of an exception holds no memories: other ranks may not have come "
-                "as far. Load it with GraceCallback(memory_state='reset')",
-                stacklevel=2,
+                "as far. Load it with GraceCallback(memory_state='reset')"
             )
             return
         checkpoint.update(self.wrapped.state_dict())

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -24,7 +23,7 @@ from grace.backends.world_size_check import check_trainer
 from grace.core.api_names import TORCH
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
-from grace.errors import ConfigError
+from grace.errors import ConfigError, warn
 from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
 from grace.session.state_schema import SavedState, checksum
@@ -98,9 +97,7 @@ class Wrapped:
         memories = parts.get("memories")
         if self.state is None:
             if memories is not None:
-                warnings.warn(
-                    "the checkpoint's memories are dropped, because one process exchanges nothing", stacklevel=2
-                )
+                warn("the checkpoint's memories are dropped, because one process exchanges nothing")
             return
         if saved == NOTHING:  # saved by one process, or before training: there are no memories to load
             self._load(self.state, None, (), "reset")
@@ -136,7 +133,7 @@ class Wrapped:
             if self.memory_state == "strict":
                 error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
             elif self.memory_state == "keep":
-                warnings.warn(why, stacklevel=3)
+                warn(why)
         backend = self.runner.backend
         gather_or_raise(backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
@@ -272,7 +269,7 @@ def wrap(
                 f"the model is not in DistributedDataParallel but a {type(ddp).__name__} on {ranks} ranks: Grace "
                 f"compresses what DistributedDataParallel exchanges. {way}"
             )
-        warnings.warn("one process exchanges no gradients, so Grace compresses nothing in this run", stacklevel=3)
+        warn("one process exchanges no gradients, so Grace compresses nothing in this run")
         return Wrapped(None, memory_state, progress)
     optimizer = _optimizer_of(ddp, optimizers)
     outer = choices.pop("outer", None)

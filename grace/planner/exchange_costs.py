@@ -2,7 +2,6 @@
 seconds as they were measured."""
 
 import math
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from grace.core.communicator import Communicator
 from grace.core.component import StateForm
 from grace.core.route import EngineTraits
-from grace.errors import ConfigError
+from grace.errors import ConfigError, warn
 from grace.exchange.bucket import Bucket
 from grace.exchange.route_bytes import LegBytes, predict_bytes, rows_of
 from grace.exchange.sparse_codec import RowCompressor
@@ -68,7 +67,7 @@ def costs_of_strategy(strategy: Strategy, costs: Costs) -> list[BucketCosts]:
     others = {shard.whole.name: _other_way(shard) for shard in shards}
     if name := next(filter(others.get, others), ""):
         said = "and predicted as if all ranks exchanged it in every step"
-        warnings.warn(f"{name!r} is {others[name]}, {said}", stacklevel=2)
+        warn(f"{name!r} is {others[name]}, {said}")
     return costs_of_shards(shards, strategy.world_size, costs)
 
 

@@ -19,7 +19,6 @@ Every save has an id, the same on all ranks. Ranks compare the ids that they are
 The form of a state, and its checksums, are in :mod:`grace.session.state_schema`.
 """
 
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from grace.core.component import is_ours
 from grace.core.compressor import Tensor
 from grace.core.state import Values
 from grace.core.transactional_dict import StatefulComponent, TransactionalDict
-from grace.errors import ConfigError, ExchangeError, RankError
+from grace.errors import ConfigError, ExchangeError, RankError, warn
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.session import state_schema
 from grace.session.agreement import gather_or_raise
@@ -91,11 +90,10 @@ def _warn_unsaved(runner: StepRunner) -> None:
         for part in communicator.named_components().values():
             attributes = part.unsaved() if isinstance(part, StatefulComponent) else []
             if attributes:
-                warnings.warn(
+                warn(
                     f"the {part.kind} {part.spec} keeps something in its attribute {', '.join(attributes)} that is not "
                     "saved, nor taken back when a step overflows: keep it in self.state[name], as a tensor, a number, "
-                    "or a dict of these",
-                    stacklevel=5,
+                    "or a dict of these"
                 )
 
 
@@ -171,21 +169,19 @@ def has_own_state(runner: StepRunner) -> bool:
     )
 
 
-def warn_own_state(runner: StepRunner, called: str, better: str, between: int = 0) -> None:
+def warn_own_state(runner: StepRunner, called: str, better: str) -> None:
     """Warn once, on rank 0, that a state holds this rank's memories only.
 
     Args:
         runner: the runner whose state was saved.
         called: the call that saved it.
         better: the call that saves the state of all ranks.
-        between: number of Grace's functions on the stack between the user's function and the caller of this one.
     """
     if runner.backend.rank == 0 and not runner.warned_own_state and has_own_state(runner):
         runner.warned_own_state = True
-        warnings.warn(
+        warn(
             f"{called} holds the memories of this rank alone. That is right if every rank saves its own; for one file "
-            f"that rank 0 saves let every rank call {better}, which holds those of all ranks",
-            stacklevel=3 + between,
+            f"that rank 0 saves let every rank call {better}, which holds those of all ranks"
         )
 
 
@@ -451,19 +447,11 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
     runner.on_resume()
 
 
-def warn_dropped(dropped: Sequence[str], between: int = 2) -> None:
-    """Warn of state that was not loaded.
-
-    Args:
-        dropped: descriptions of that state.
-        between: number of Grace's functions on the stack between the user's function and the caller of this one.
-    """
+def warn_dropped(dropped: Sequence[str]) -> None:
+    """Warn of state that was not loaded, by its descriptions."""
     if dropped:
         more = f", and {len(dropped) - 3} things more" if len(dropped) > 3 else ""
-        warnings.warn(
-            f"of what the checkpoint remembers, this was dropped: {'; '.join(dropped[:3])}{more}",
-            stacklevel=3 + between,
-        )
+        warn(f"of what the checkpoint remembers, this was dropped: {'; '.join(dropped[:3])}{more}")
 
 
 def check_mode(memory: str) -> None:

@@ -10,7 +10,6 @@ The result is the mean over all ranks, equally weighted, whatever the nodes' siz
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context, SubgroupContext
 from grace.core.variable import Variable
-from grace.errors import PayloadError
+from grace.errors import PayloadError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header
 from grace.exchange.round_trip import RoundTrip, round_trip_of
@@ -90,10 +89,9 @@ def advise_hierarchy(runner: Any) -> None:
     size = runner.backend.size
     possible = not (runner.hierarchical or runner.backend.pairs_by_name or any(c.delayed for c in runner.communicators))
     if possible and 1 < nodes < size and runner.backend.rank == 0:
-        warnings.warn(
+        warn(
             f"{size} ranks on {nodes} nodes each exchange over the network: with hierarchical=True the ranks of a node "
-            "average first, and one of them sends for all",
-            stacklevel=4,
+            "average first, and one of them sends for all"
         )
 
 

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
 from grace.core.user_parts import check_shape
-from grace.errors import ConfigError, ExchangeError, PayloadError
+from grace.errors import ConfigError, ExchangeError, PayloadError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import Pending
 from grace.exchange.round_trip import RoundTrip
@@ -590,10 +589,9 @@ class OuterRounds:
             self.model.clear_optimizer(shard)
         if lost:
             backend = self.runner.backend
-            warnings.warn(
+            warn(
                 f"{lost[0].variable.name!r} was not finite on rank {backend.number_of(backend.rank)} after iteration "
-                f"{self.at}: the round was dropped, and this rank starts anew from the parameters of the last one",
-                stacklevel=2,
+                f"{self.at}: the round was dropped, and this rank starts anew from the parameters of the last one"
             )
 
     # -- numbers ---------------------------------------------------------------------------------------

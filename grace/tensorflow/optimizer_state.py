@@ -3,7 +3,6 @@
 import io
 import json
 import sys
-import warnings
 from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.core.compressor import Tensor
+from grace.errors import warn
 from grace.session.checkpoint import warn_own_state
 from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, SavedState, damage_error
 from grace.tensorflow.session import Session
@@ -133,7 +133,7 @@ class GraceState(tf.train.experimental.PythonState):
             store.h5_file[BESIDE] = np.frombuffer(encode({"state": self.session.state()}), np.uint8)
         elif not self.warned and any(runner.state().values()):
             self.warned = True
-            warnings.warn(WEIGHTS_ALONE, stacklevel=3)
+            warn(WEIGHTS_ALONE)
 
     def load_beside(self, store: "H5IOStore") -> None:
         """Continue from the state that :meth:`save_beside` wrote, if the file has one.

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Union
@@ -16,7 +15,7 @@ from grace.backends.runtime import current
 from grace.core.arguments import check_keras_backend, do_not_convert
 from grace.core.backend import Backend
 from grace.core.variable import Variable
-from grace.errors import ConfigError, RankError
+from grace.errors import ConfigError, RankError, warn
 from grace.kernels import kernels_of
 from grace.session import state_schema
 from grace.session.agreement import first_difference, gather_or_raise
@@ -101,10 +100,9 @@ def names_as_saved(names: list[str], variables: Sequence[AnyVariable], saved: Sa
         return names
     pairs = [f"{old!r} for {new!r}" for old, new in zip(before, names, strict=True) if old != new]
     more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
-    warnings.warn(
+    warn(
         "the checkpoint's names of variables differ from this model's only as Keras numbers layers, and names models "
-        f"in models; matched by position and shape: {', '.join(pairs[:3])}{more}",
-        stacklevel=2,
+        f"in models; matched by position and shape: {', '.join(pairs[:3])}{more}"
     )
     return list(before)
 

@@ -17,7 +17,6 @@ Where ranks train alone between outer rounds:
 
 import contextlib
 import copy
-import warnings
 from typing import Any
 
 import horovod.torch as hvd
@@ -25,6 +24,7 @@ import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from grace.backends.runtime import current
+from grace.errors import warn
 from grace.session import checkpoint, state_schema
 from grace.torch.horovod_patches import unnamed_counts
 from grace.torch.parameters import broadcast_optimizer_state
@@ -92,16 +92,14 @@ class OptimizerState(StateHandler):
         changed = f"the number of ranks changed from {former} to {now} at step {session.context.step}"
         kept = {c.memory.spec for c in session.runner.communicators if c.memory.stateful}
         if kept:
-            warnings.warn(
+            warn(
                 f"{changed}: ranks that went on keep their memories ({', '.join(sorted(kept))}); those of ranks that "
-                "ended are lost, and new ranks start with none",
-                stacklevel=2,
+                "ended are lost, and new ranks start with none"
             )
         if session.runner.outer_rounds:
-            warnings.warn(
+            warn(
                 f"{changed}: ranks that went on keep what they have trained since the last round; that of ranks that "
-                "ended is lost, and new ranks start from the anchor",
-                stacklevel=2,
+                "ended is lost, and new ranks start from the anchor"
             )
 
 

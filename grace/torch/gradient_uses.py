@@ -6,13 +6,13 @@ gradient must not return by way of a residual.
 """
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from grace.errors import warn
 from grace.torch.step_hooks import is_stepping
 
 UNKNOWN = (
@@ -169,7 +169,7 @@ class GradientUses:
         if not self.warned:
             self.warned = True
             advice = ADVICE.format(call=self.call) if self.call else ""
-            warnings.warn(UNKNOWN.format(advice=advice), stacklevel=2)
+            warn(UNKNOWN.format(advice=advice))
         return set()
 
 

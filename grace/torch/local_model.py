@@ -1,7 +1,6 @@
 """The model that a rank trains alone, as outer rounds read and change it: parameters, buffers, and the optimizer's
 state."""
 
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 
 from grace.core.live_instances import live_instances
 from grace.core.variable import Variable, unwrap_names
+from grace.errors import warn
 from grace.session.outer_rounds import LocalModel
 from grace.session.sharding import Shard, make_buckets
 from grace.torch.lifecycle import averaged_buffers
@@ -120,18 +120,16 @@ class TorchModel(LocalModel):
         """Warn of buffers that differ by rank while ranks train alone."""
         known = next(iter(self.buffer_places), None)
         if known:
-            warnings.warn(
+            warn(
                 f"the buffers of the model ({known}, ...) differ by rank while ranks train alone: their means over "
-                "ranks replace them at each round",
-                stacklevel=8,
+                "ranks replace them at each round"
             )
             return
         unknown = not self.session.sparse_known and next(unknown_buffers(self.session.parameters), None)
         if unknown:
-            warnings.warn(
+            warn(
                 f"the buffers of the model ({unknown}, ...) may differ by rank while ranks train alone, and are not "
-                "averaged: pass the model itself as named_parameters, and their means replace them at each round",
-                stacklevel=8,
+                "averaged: pass the model itself as named_parameters, and their means replace them at each round"
             )
 
 

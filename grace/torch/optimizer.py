@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +16,7 @@ from grace.core.backend import Backend
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
 from grace.core.subclassing import with_mixins
-from grace.errors import ConfigError, ExchangeError
+from grace.errors import ConfigError, ExchangeError, warn
 from grace.exchange.tracing import recorder
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
@@ -229,12 +228,11 @@ class HookedSession(Session):
         moved = [name for name, version in self.parameter_versions.items() if self.parameters[name]._version != version]
         if moved:
             self.warned_of_moved = True
-            warnings.warn(
+            warn(
                 f"{moved[0]!r} was changed between backward() and zero_grad(), when its gradient was still this rank's "
                 "own (the first step of SAM?): each rank went another way. Call optimizer.synchronize() after that "
                 "backward(), and the gradients are the means over ranks; or, if ranks are to go their own ways, run it "
-                "under `with optimizer.no_sync():`, which exchanges nothing in vain",
-                stacklevel=6,  # the line that calls zero_grad(): two frames are those of not_compiled
+                "under `with optimizer.no_sync():`, which exchanges nothing in vain"
             )
 
     def discard(self) -> None:

@@ -201,7 +201,7 @@ class ReduceScatterState(ShardGroupState):
                     row = torch.cat([_shard_of(tensor, to, size) for tensor in sums])
                     entry = {key: row if value is None else value for key, value in template.items()}
                     residuals[f"{layout.name}/to_{to}"] = entry or row
-        checkpoint.warn_dropped(list(itertools.chain(*dropped)), between=3)
+        checkpoint.warn_dropped(list(itertools.chain(*dropped)))
         of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.runner)}
         return state_schema.seal({**states[0], **of_this_run, "state": {"memory": residuals}})
 

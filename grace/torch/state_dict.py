@@ -3,7 +3,6 @@
 import contextlib
 import io
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 import torch
 
 from grace.core.backend import Backend
-from grace.errors import ConfigError
+from grace.errors import ConfigError, warn
 from grace.exchange.bucket import Traffic
 from grace.session import checkpoint, state_schema
 from grace.session.metrics import metrics
@@ -70,18 +69,16 @@ class StateMixin:
         dcp_frame = _dcp_caller()
         if dcp_frame is None:
             check_not_saved_directly(self._grace.runner, "the optimizer")
-            between = sys._getframe(1).f_code.co_name == "state_dict"  # Horovod's class calls it by super()
             better = "optimizer.full_state_dict()"
-            checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better, between)
+            checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
         if self._memories_saved_separately:
             return state
         if getattr(dcp_frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
-            warnings.warn(
+            warn(
                 "torch.distributed.checkpoint has no place for Grace's memories if flatten_optimizer_state_dict=True: "
-                "they are not saved. Save grace.torch.Memories(optimizer) beside it, or leave the option out",
-                stacklevel=2,
+                "they are not saved. Save grace.torch.Memories(optimizer) beside it, or leave the option out"
             )
             return state
         runner = self._grace.runner
@@ -195,10 +192,9 @@ class StateMixin:
             yield
             changed = rounds.changed_at_anchor() if outermost else ()
         if changed:
-            warnings.warn(
+            warn(
                 f"{changed[0]!r} was changed under `with optimizer.anchor():`, whose end has undone it: load or set "
-                "parameters outside of it. A state that the optimizer loads in it stays",
-                stacklevel=3,
+                "parameters outside of it. A state that the optimizer loads in it stays"
             )
 
     def flush(self) -> None:

@@ -611,8 +611,10 @@ def test_buffers_are_averaged_at_a_round():
     return digest(shared)
 
 
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+@pytest.mark.every
 @on_ranks(2)
-def test_buffers_of_a_model_that_is_not_known_are_told():
+def test_buffers_of_a_model_that_is_not_known_are_told_at_the_users_line(engine):
     model, told = with_buffers(), contextlib.nullcontext()
     if grace.rank() == 0:
         told = pytest.warns(
@@ -621,6 +623,8 @@ def test_buffers_of_a_model_that_is_not_known_are_told():
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with told:
         grace.DistributedOptimizer(sgd, model.named_parameters(), outer="sgd", period=2).close()
+    if grace.rank() == 0:
+        assert [one.filename for one in told] == [__file__]
 
 
 @on_ranks(2)

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -20,6 +19,7 @@ from numba import njit
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 
+from grace.errors import warn
 from grace.kernels import constants, random
 
 P = ParamSpec("P")
@@ -144,11 +144,10 @@ def not_kept(why: str) -> None:
     """Warn, once and on one rank of a machine, that what is compiled is not kept."""
     global _said
     if not _said and first_rank():
-        warnings.warn(
+        warn(
             f"the loops that Grace compiles cannot be kept ({why}), so each process compiles them again, which may "
             "take 20 seconds: set NUMBA_CACHE_DIR to a folder that can be written to, or fill one by `grace warmup` "
-            "when the image is built; GRACE_FUSED=0 does without them",
-            stacklevel=2,
+            "when the image is built; GRACE_FUSED=0 does without them"
         )
     _said = True
 

@@ -2,13 +2,13 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from grace.errors import warn
 from grace.kernels.constants import NARROW
 from grace.kernels.numba.availability import missing
 from grace.kernels.reference import Kernels
@@ -173,7 +173,7 @@ def _triton_kernels(device: torch.device) -> Kernels:
     from grace.kernels.triton.primitives import KERNELS, trouble
 
     if why := trouble(device):
-        warnings.warn(f"Triton does not work on {device}, so Grace takes torch's operations: {why}", stacklevel=2)
+        warn(f"Triton does not work on {device}, so Grace takes torch's operations: {why}")
     return _PLAIN if why else KERNELS
 
 

@@ -5,13 +5,14 @@ import atexit
 import contextlib
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+
+from grace.errors import warn
 
 BLOCK = 1024
 """Elements of a program of most kernels: 8 of each thread, two 16-byte loads."""
@@ -101,10 +102,9 @@ def keep_compiled() -> None:
         temporary = tempfile.TemporaryDirectory(prefix="grace-triton-")
         atexit.register(temporary.cleanup)
         os.environ["TRITON_CACHE_DIR"] = temporary.name
-        warnings.warn(
+        warn(
             f"kernels are compiled again in each process, since Triton cannot keep them ({error}): set "
-            "TRITON_CACHE_DIR to a folder that can be written to",
-            stacklevel=2,
+            "TRITON_CACHE_DIR to a folder that can be written to"
         )
 
 

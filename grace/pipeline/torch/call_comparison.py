@@ -10,7 +10,6 @@ one number all over. If all tensors of the first batch differ, the ranks read th
 warning says so once: they may be dummies (targets where no loss is computed, inputs that a later stage does not read).
 """
 
-import warnings
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -18,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from grace.errors import StepError
+from grace.errors import StepError, warn
 from grace.exchange.header import ADVICE, describe_ranks
 from grace.pipeline.torch.mesh import Mesh
 from grace.pipeline.torch.stage_gradients import Gradients
@@ -185,10 +184,9 @@ class CallComparison:
                 )
             same -= differ
         if same != known and len(same) < TENSORS:
-            warnings.warn(
+            warn(
                 f"{describe_ranks(ranks)} of a pipeline were given different tensors for some of their batch. Where no "
-                "stage of a rank reads them this does no harm, and they are not compared from now on",
-                stacklevel=2,
+                "stage of a rank reads them this does no harm, and they are not compared from now on"
             )
         self.same_so_far[mode, number] = same
 
@@ -199,8 +197,7 @@ class CallComparison:
         self.warned_rates = True
         rates = self.backend.allgather_object(self.rates)
         words = [f"{describe_ranks([rank])} has lr {', '.join(map(str, own))}" for rank, own in enumerate(rates) if own]
-        warnings.warn(
+        warn(
             f"stages of the pipeline train at different learning rates: {'; '.join(words)}. If that is not meant so, "
-            "give all ranks' optimizers the same",
-            stacklevel=2,
+            "give all ranks' optimizers the same"
         )

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from grace.backends.object_collectives import from_root
 from grace.backends.runtime import current
 from grace.backends.topology import Topology, node_name
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
-from grace.errors import ConfigError, ExchangeError
+from grace.errors import ConfigError, ExchangeError, warn
 from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import strategy_document
 from grace.pipeline.planning.pipeline_plan import Plan
@@ -373,11 +372,10 @@ class Pipeline:
         """Warn if stages were built for many shapes, which takes time for each, and drop those that were used least
         lately."""
         if len(self._built) == MANY_SHAPES and self.backend.rank == 0:
-            warnings.warn(
+            warn(
                 f"this pipeline was built anew for {MANY_SHAPES} shapes of batches, or numbers among the model's "
                 "arguments, and each takes seconds: pad batches to few lengths, and pass a number that changes as a "
-                "tensor",
-                stacklevel=6,
+                "tensor"
             )
         while len(self._built) > MOST_SHAPES:
             del self._built[next(iter(self._built))]

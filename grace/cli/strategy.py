@@ -18,6 +18,7 @@ from grace.core.component import is_ours
 from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.strategy.builder import OneNode
+from grace.strategy.execution import make_shards
 from grace.strategy.plan import ShardPlan, Strategy, communicator_of
 from grace.strategy.predicted_bytes import bytes_by_rank, collectives_of, payload_bytes
 from grace.strategy.sync import ALONE
@@ -63,6 +64,7 @@ def build(
     check_outputs(out, sources=[resources])
     cluster = load_cluster(resources, ranks) or OneNode(1)
     strategy = make("builder", builder).build(load_variables(model), cluster)
+    make_shards(strategy, strategy.variables)  # a run refuses variables that are too large for their method
     schema.dump(strategy, out)
     print(f"Wrote {out}: {_summary(strategy)}")
 
@@ -117,6 +119,7 @@ def _load(path: Path, model: str | None, resources: Path | None, ranks: int | No
             f"{path} is for {loaded.world_size} ranks, and {resources or f'-n {ranks}'} has {cluster.world_size}: they "
             "are for a file that names no cluster"
         )
+    make_shards(loaded, loaded.variables)  # as in a run, which refuses variables that are too large for their method
     return loaded
 
 

@@ -20,6 +20,9 @@ def net():
 def for_bench():
     return net(), lambda model: 0.0, 4
 
+def huge():
+    return torch.nn.Linear(2**16, 2**15, bias=False, device="meta")
+
 def other():
     return torch.nn.Sequential(torch.nn.Embedding(100, 8, sparse=True), torch.nn.Linear(8, 32))
 """
@@ -68,6 +71,18 @@ def test_a_strategy_for_another_model_is_refused(folder):
     run(folder, "build", "--model", "mine:net", "-o", "s.json")
     said = run(folder, "check", "s.json", "--model", "mine:other", code=2)
     assert "variable 1: the strategy has '1.weight', float32[64, 8]; the model has '1.weight', float32[32, 8]" in said
+
+
+def test_a_variable_too_large_for_its_method_is_refused_as_in_a_run(folder):
+    topk = "all_reduce(compressor=topk(ratio=0.01))"
+    said = run(folder, "build", "--model", "mine:huge", "--builder", topk, "-o", "s.json", code=2)
+    assert "variable 'weight' has 2147483648 elements, and topk" in said
+    assert not (folder / "s.json").exists()
+    run(folder, "build", "--model", "mine:huge", "-o", "s.json")
+    document = (folder / "s.json").read_text().replace("allreduce", "allgather")
+    (folder / "s.json").write_text(document.replace('"compressor": "none"', '"compressor": "topk(ratio=0.01)"'))
+    said = run(folder, "check", "s.json", code=2)
+    assert "variable 'weight' has 2147483648 elements" in said
 
 
 RULES = """

@@ -52,6 +52,11 @@ def model_of(make=unmeasured, **settings):
         ({"compresor": "topk"}, "no option 'compresor': of a distributed optimizer's it takes op, "),
         ({"backward_passes_per_step": 2}, r"accumulate under `with engine.no_sync\(\):`"),
         ({"stages": {0, 1}}, "stages must be a whole number of at least 1, not 0"),
+        ({"blocks": 3.5}, "blocks must be a whole number of at least 1, not 3.5"),
+        ({"memory": "16GB"}, "memory must be a number of bytes above 0, as 16e9, not '16GB'"),
+        ({"memory": float("nan")}, "memory must be a number of bytes above 0, as 16e9, not nan"),
+        ({"memory_margin": 10}, "memory_margin must be a share from 0 to below 1, not 10"),
+        ({"recompute": "no"}, "recompute must be True, False or None, not 'no'"),
     ],
 )
 def test_what_cannot_work_is_refused(local, settings, message):

@@ -158,10 +158,11 @@ def _read_profiles(file: str | Path | None) -> dict[str, list[float]]:
     """Return the profiles of this process and of the file. A damaged file counts as empty."""
     if file is None:
         return _memory
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged file is measured again
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):  # a damaged file is left out
         document = json.loads(Path(file).read_text())
         if document["version"] == VERSION:
-            return {**_memory, **document["seconds"]}
+            known = {key: [float(one), float(other)] for key, (one, other) in document["seconds"].items()}
+            return {**_memory, **known}
     return dict(_memory)
 
 

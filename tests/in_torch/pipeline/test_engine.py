@@ -158,6 +158,14 @@ def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
     assert json.loads(node_costs.cache_file().read_text())["seconds"]
 
 
+@pytest.mark.parametrize("seconds", [None, {"version": 1}, {"version": 1, "seconds": {"key": [1.0]}}])
+def test_damaged_profiles_count_as_empty(local, tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(node_costs, "_memory", {})
+    (tmp_path / "profiles.json").write_text(json.dumps(seconds or {}))
+    model_of(grace.torch.Pipeline, profiles=tmp_path / "profiles.json")
+    assert "key" not in json.loads((tmp_path / "profiles.json").read_text())["seconds"]
+
+
 @on_ranks()
 def test_a_plan_of_a_dry_run_is_run(tmp_path):
     file = tmp_path / "plan.json"

@@ -394,7 +394,8 @@ class Pipeline:
             value = output if self.loss_fn is None else self.loss_fn(output, target)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
-            return value * scale  # a new tensor: that of mse_loss keeps the memory of all errors
+            wide = value.to(torch.promote_types(value.dtype, torch.float32))  # a scaled float16 may be infinite
+            return wide * scale  # a new tensor: that of mse_loss keeps the memory of all errors
 
         return loss
 

@@ -346,6 +346,25 @@ def test_autocast_is_one_process(dtype):
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()}, 1e-3)
 
 
+def test_a_loss_of_float16_is_scaled_in_float32(local):
+    """A scaled loss of 4.0 is no number of float16, though its gradients are."""
+
+    class Half(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    model = Half(2, 1)
+    torch.nn.init.constant_(model.weight, 2.0)
+    torch.nn.init.zeros_(model.bias)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    with torch.autocast("cpu", torch.float16):
+        engine = unmeasured(model, torch.ones(4, 2), optimizer=sgd, microbatches=2, grad_scaler=scaler)
+        loss = engine(torch.ones(4, 2))
+    scaler.scale(loss).backward()
+    assert loss.item() == 4.0
+    assert model.weight.grad.tolist() == [[2.0**15, 2.0**15]]
+
+
 @pytest.mark.parametrize("inputs", ["global", "rank0"])
 @on_ranks(4)
 def test_the_whole_batch_may_be_given(inputs):

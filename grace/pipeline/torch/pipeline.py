@@ -197,6 +197,9 @@ class Pipeline:
 
     def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
+        if self.user_inputs == "rank0":  # other ranks' tensors may be empty
+            args, kwargs = from_root(lambda: (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to(self.device), (args, kwargs))
         # 1. capture the model
         with training_mode(self.model):
             with failing_together(self.backend, "a pipeline"):

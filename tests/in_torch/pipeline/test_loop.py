@@ -365,6 +365,19 @@ def test_a_loss_of_float16_is_scaled_in_float32(local):
     assert model.weight.grad.tolist() == [[2.0**15, 2.0**15]]
 
 
+@on_ranks()
+def test_rank_0_alone_may_have_the_first_batch():
+    """The model is cut for rank 0's batch."""
+    engine = pipeline("Several", stages=2, inputs="rank0", example=False)
+    args, kwargs, target = batch("Several")
+    if grace.rank():
+        args, kwargs, target = torch.utils._pytree.tree_map(lambda _: torch.empty(0), (args, kwargs, target))
+    loss = engine.step(*args, target, **kwargs)
+    expected = alone("Several", 1, 2)
+    assert loss.item() == pytest.approx(expected[0][0], rel=1e-5)
+    assert close(engine.state_dict(), expected[2])
+
+
 @pytest.mark.parametrize("inputs", ["global", "rank0"])
 @on_ranks(4)
 def test_the_whole_batch_may_be_given(inputs):

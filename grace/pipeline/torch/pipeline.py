@@ -215,7 +215,6 @@ class Pipeline:
             if plan is None:
                 plan = self._search_plan(batch)
         plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
-        self.plan = plan
         # 3. make the groups of ranks, and this rank's part of the model
         self.mesh = mesh = Mesh(plan, self.backend, self.device)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
@@ -235,6 +234,7 @@ class Pipeline:
         unequal_tensors = {**self.buffers, **({} if self.gradients.has_optimizer else self.parameters)}
         if unequal_tensors and mesh.stage_backend.size > 1:
             broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
+        self.plan = plan  # the model counts as cut from here on
 
     def _search_plan(self, batch: CapturedBatch) -> Plan:
         """Return a new plan, the same on all ranks, and write it to the user's file.

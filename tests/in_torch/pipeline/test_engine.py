@@ -81,6 +81,16 @@ def test_optimizers_that_are_none_are_refused(local):
         grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: sgd(ps[:-1]))
 
 
+def test_a_model_that_could_not_be_cut_is_not_cut(local):
+    engine = grace.torch.Pipeline(made("Residual"), None, loss_fn, optimizer=lambda ps: None, microbatches=2)
+    args, _, target = batch("Residual")
+    for _ in range(2):
+        with pytest.raises(grace.ConfigError, match="made a NoneType"):
+            engine.step(*args, target)
+        with pytest.raises(grace.ConfigError, match="not cut yet"):
+            engine.state_dict()
+
+
 def test_other_frameworks_models_are_refused(local):
     with pytest.raises(grace.ConfigError, match="not out of builtins's object: stages run on torch"):
         grace.torch.Pipeline(object(), torch.ones(2, 2), loss_fn, optimizer=sgd)

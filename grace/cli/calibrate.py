@@ -20,7 +20,7 @@ from grace.bench.common.options import methods as parse_methods
 from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.calibration import Calibration, Key, read
+from grace.cli.calibration_file import Calibration, Key, read
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
 from grace.cli.terminal import check_writable, standard_output
 from grace.communicators.choice import build_communicator

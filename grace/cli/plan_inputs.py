@@ -12,7 +12,7 @@ from grace.backends.topology import Topology
 from grace.bench.common.options import option, split
 from grace.bench.common.progress import ShowProgress
 from grace.bench.common.text import of_bytes, of_rate
-from grace.cli.calibration import AGAIN, Calibration, Key, read
+from grace.cli.calibration_file import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
     MOST_RANKS,
     Loss,

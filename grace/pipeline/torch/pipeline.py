@@ -97,7 +97,8 @@ class Pipeline:
         init: for a model on ``meta``, a function that is called with each module whose tensors were made on this rank,
             and fills them; the module's ``reset_parameters()`` if left out.
         options: further ones of :func:`grace.DistributedOptimizer`: op, gradient_predivide_factor, seed, bucket_bytes,
-            group_bytes, hierarchical, sparse_as_dense, compress_after.
+            group_bytes, hierarchical, sparse_as_dense, compress_after. With ``op="sum"`` losses are added up over the
+            replicas of the last stage.
 
     Raises:
         ConfigError: the arguments cannot work.

@@ -20,7 +20,7 @@ from grace.bench.common.options import methods as parse_methods
 from grace.bench.common.progress import progress_bar
 from grace.bench.common.tables import Columns, table
 from grace.bench.common.text import digits, of_bytes
-from grace.cli.calibration import Calibration, Key, read
+from grace.cli.calibration_file import Calibration, Key, read
 from grace.cli.inputs import load_variables, random_gradients, to_tensor
 from grace.cli.terminal import check_writable, standard_output
 from grace.communicators.choice import build_communicator
@@ -30,10 +30,10 @@ from grace.core.compressor import Tensor
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, installed, require
+from grace.planner.auto_planner import measure_methods
 from grace.planner.costs import CodecCost, Curve
 from grace.planner.links import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
-from grace.planner.planning import measure_methods
 from grace.session.agreement import failing_together, gather_or_raise
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)

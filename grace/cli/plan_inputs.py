@@ -12,7 +12,7 @@ from grace.backends.topology import Topology
 from grace.bench.common.options import option, split
 from grace.bench.common.progress import ShowProgress
 from grace.bench.common.text import of_bytes, of_rate
-from grace.cli.calibration import AGAIN, Calibration, Key, read
+from grace.cli.calibration_file import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
     MOST_RANKS,
     Loss,
@@ -31,13 +31,13 @@ from grace.core.quantities import SECONDS, parse_quantity
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_rows import SparseRows
+from grace.planner.auto_planner import measure_problem
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.codecs import is_table
 from grace.planner.costs import DefaultCodecs
 from grace.planner.error_budget import REFERENCE
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
-from grace.planner.planning import measure_problem
 from grace.planner.problem import Problem
 from grace.planner.step_simulation import Timeline
 from grace.strategy.builder import Cluster, OneNode, bandwidths

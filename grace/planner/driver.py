@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from grace.core.backend import Backend, Tensor
 from grace.errors import ConfigError, ExchangeError, said_of
-from grace.planner import planning
+from grace.planner import auto_planner
 from grace.planner.codecs import is_table
 from grace.planner.explain import MARGIN, Plan
 from grace.planner.step_simulation import Timeline
@@ -94,7 +94,7 @@ class Driver:
 
     def __init__(
         self,
-        planner: planning.Planning,
+        planner: auto_planner.AutoPlanner,
         backend: Backend,
         start: Strategy,
         switch: Callable[[Strategy], None],
@@ -414,7 +414,7 @@ def build_driver(
         if backend.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
-    planner = planning.Planning(request, backend, runner.node_names, runner.variables, adaptive)
+    planner = auto_planner.AutoPlanner(request, backend, runner.node_names, runner.variables, adaptive)
     driver = Driver(planner, backend, start, switch, print_line, request.options.replan)
     runner.callbacks.planned = driver.document
     return driver

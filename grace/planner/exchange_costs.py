@@ -64,10 +64,11 @@ def costs_of_strategy(strategy: Strategy, costs: Costs) -> list[BucketCosts]:
     (('a', 'b'), 8048.0)
     """
     shards = make_shards(strategy, strategy.variables)
-    others = {shard.whole.name: _other_way(shard) for shard in shards}
-    if name := next(filter(others.get, others), ""):
+    others = [(shard.whole.name, way) for shard in shards if (way := _other_way(shard))]
+    if others:
+        name, way = others[0]
         said = "and predicted as if all ranks exchanged it in every step"
-        warn(f"{name!r} is {others[name]}, {said}")
+        warn(f"{name!r} is {way}, {said}")
     return costs_of_shards(shards, strategy.world_size, costs)
 
 

@@ -260,9 +260,7 @@ def broadcast_parameters(
     tensors = [_without_repeats(value.detach()) for _, value in pairs if value.numel()]
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
-        raw = [
-            tensor.view(-1).view(torch.uint8) for tensor in dense
-        ]  # as bytes, since engines do not support every dtype
+        raw = [as_bytes(tensor) for tensor in dense]
         # all ranks must broadcast tensors of the same sizes: the checksum stands for the list of sizes
         sizes = zlib.crc32(repr([buffer.numel() for buffer in raw]).encode())
         with compared(backend, f"broadcast of {sizes:08x}", partial(_describe_root, root, root_rank, backend.size)):
@@ -278,6 +276,16 @@ def broadcast_parameters(
 def _describe_root(root: int, root_rank: int | None, size: int) -> str:
     """Return the root of a broadcast in words; raise ConfigError if it is no rank."""
     return f"from rank {chosen_root(root, root_rank, size)}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes, since engines do not support every dtype.
+
+    >>> as_bytes(torch.ones(1, 2)[:, 0]).tolist()
+    [0, 0, 128, 63]
+    """
+    # view(-1) may keep another stride than 1 of a tensor of one element
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

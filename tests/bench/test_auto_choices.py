@@ -71,10 +71,10 @@ def test_a_table_has_all_scenarios_and_their_regret():
 
 SMALL = """
 import torch
-from grace.planner import planning
+from grace.planner import auto_planner
 
 def net():
-    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
+    auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.01
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     return model, lambda model: model(torch.ones(8, 64)).square().mean(), 8
 """

@@ -26,14 +26,14 @@ linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here:
 
 WIDE = """
 import torch
-from grace.planner import planning
+from grace.planner import auto_planner
 
 def wide():  # 250,000 parameters that cost next to nothing to compute
     model = torch.nn.Linear(1000, 250)
     return model, lambda model: model(torch.ones(2, 1000)).square().mean(), 2
 
 def planned():
-    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+    auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.02
     return wide()
 
 def rows():

@@ -376,9 +376,9 @@ def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
 
 PLANNED = """
 from grace.bench.workloads.torch_tasks import Digits
-from grace.planner import planning
+from grace.planner import auto_planner
 
-planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.02
 
 class Planned(Digits):
     pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grace.cli.calibration import read
+from grace.cli.calibration_file import read
 from grace.planner.network import KINDS
 from tests.support.command import grace_command, grace_program
 from tests.support.engine_pools import command
@@ -119,7 +119,7 @@ def test_nothing_of_a_framework_is_imported_to_show_one(folder):
     program = f"""
 import sys
 from pathlib import Path
-from grace.cli.calibration import read
+from grace.cli.calibration_file import read
 read(Path({str(folder / "c.json")!r})).key
 print(sorted({{"torch", "tensorflow", "keras"}} & set(sys.modules)))
 """

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grace.cli.calibration import Calibration, Key
+from grace.cli.calibration_file import Calibration, Key
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.explain import Plan
 from grace.planner.network import MeasuredNetwork

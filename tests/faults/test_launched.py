@@ -95,8 +95,8 @@ PLANNED = """
 import sys
 import torch
 import grace
-from grace.planner import planning
-planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+from grace.planner import auto_planner
+auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.02
 grace.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 128)

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grace.cli import calibration
+from grace.cli.calibration_file import Calibration, read
 from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.errors import GraceError
@@ -18,7 +18,7 @@ from grace.pipeline.planning import pipedream
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import Plan, Stage
 from grace.strategy import schema
-from tests.cli.test_calibration import MADE
+from tests.cli.test_calibration_file import MADE
 from tests.support.examples import examples
 from tests.support.mutations import JSON, mutated
 
@@ -116,7 +116,7 @@ def checked_resources(resources):
 
 
 def read_calibration(path):
-    return calibration.read(path, max_age=None)
+    return read(path, max_age=None)
 
 
 def used_calibration(found):
@@ -131,9 +131,7 @@ DOCUMENTS = {
     "resources": (
         *(ANY | JSON | mutated(RESOURCES), Resources.load, write_resources, checked_resources, ["json", "yaml"]),
     ),
-    "calibration": (
-        *(ANY | mutated(MADE.to_dict()), read_calibration, calibration.Calibration.write, used_calibration, ["json"]),
-    ),
+    "calibration": (ANY | mutated(MADE.to_dict()), read_calibration, Calibration.write, used_calibration, ["json"]),
     "plan": (ANY | mutated(PLAN), Plan.load, Plan.save, lambda plan: (plan, str(plan)), ["json"]),
     "graph": (mutated(GRAPH) | mutated(PIPEDREAM), pipedream.read_graph, Graph.save, lambda graph: graph.key, ["json"]),
 }

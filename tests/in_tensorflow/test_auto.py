@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import grace
-from grace.planner import planning, step_timer
+from grace.planner import auto_planner, step_timer
 from tests.support.drawing import THOROUGH
 from tests.support.passing import passing, time_by_hand
 from tests.support.planners import NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
@@ -19,14 +19,14 @@ from tests.support.training import made_up
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STEPS = UNTIL_CHOSEN + 3
-PLANNING = planning.Planning
+PLANNING = auto_planner.AutoPlanner
 """The planner itself."""
 
 
 def choosing(sleeps, graph):
     """Return the chosen plan and the weights, which are the same on all ranks all the time; a graph is traced once."""
     time_by_hand()
-    planning.Planning = Planning  # which the driver is made with
+    auto_planner.AutoPlanner = Planning  # which the driver is made with
     variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
     optimizer = sgd(strategy="auto")
     traces = []
@@ -71,7 +71,7 @@ def test_nothing_is_lost_by_trying():
 def new():
     """A model under auto, whose planner is made up."""
     time_by_hand()
-    planning.Planning = Planning  # which the driver is made with
+    auto_planner.AutoPlanner = Planning  # which the driver is made with
     return compiled(sgd(lr=0.02, momentum=0.9, strategy="auto"))
 
 
@@ -107,7 +107,7 @@ def saved_and_went_on(folder):
 def went_on(folder, way, epochs=2):
     """Weights, the plan, and with what the resumed run began and ended; and what it was warned of."""
     time_by_hand()
-    planning.Planning = Planning  # which the driver is made with
+    auto_planner.AutoPlanner = Planning  # which the driver is made with
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = grace.tensorflow.load_model(path_of(folder, way))
@@ -151,8 +151,8 @@ def test_the_planner_itself():
     """A network planned by the planner itself: what it prints, weights, and whether the plan is what is executed."""
     import time
 
-    planning.Planning, step_timer.time = PLANNING, time
-    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
+    auto_planner.AutoPlanner, step_timer.time = PLANNING, time
+    auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.01
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(64)])
     strategy = "auto(methods=['fp16', 'topk(ratio=0.01)'], quality='feedback', seed=1)"

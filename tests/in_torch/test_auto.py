@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import grace
-from grace.planner import planning, step_timer
+from grace.planner import auto_planner, step_timer
 from grace.planner.driver import WARM
 from tests.support.drawing import THOROUGH
 from tests.support.passing import passing, time_by_hand
@@ -34,7 +34,7 @@ from tests.support.training import Given, copied, digest, made_up, refusal, trai
 
 pytestmark = pytest.mark.ranks
 
-PLANNING = planning.Planning
+PLANNING = auto_planner.AutoPlanner
 """The planner itself."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -42,7 +42,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def made(failing=None, replan=0, lr=1.0, momentum=0.0, planner=Planning, **options):
     """A model and its optimizer under auto, whose planner is made up."""
     time_by_hand()
-    planning.Planning = planner  # which the driver is made with
+    auto_planner.AutoPlanner = planner  # which the driver is made with
     planner.failing = failing
     model = Given(SHAPES)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -273,8 +273,8 @@ def test_all_ranks_plan_or_none():
 
 def planned(count, slower=0.0):
     """A small network planned by the planner itself, whose last rank computes longer."""
-    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
-    planning.Planning, step_timer.time = PLANNING, time
+    auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.01
+    auto_planner.AutoPlanner, step_timer.time = PLANNING, time
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -314,7 +314,7 @@ def test_waiting_for_a_slower_rank_is_no_time_of_the_link():
 
 
 def test_one_process_has_nothing_to_exchange(local, capfd):
-    planning.Planning = PLANNING
+    auto_planner.AutoPlanner = PLANNING
     model = Given(SHAPES)
     optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy="auto")
     train_given(model, optimizer, range(UNTIL_TRYING + 1))

@@ -153,5 +153,8 @@ def test_exchanges_by_strategies(monkeypatch):
         assert found.seconds(variables, 2, slow) < plain / 5
         assert found.seconds([LEAST], 2, slow) > 0
         assert found.grace_bytes(variables, 2) > 4e6
-    exact = Exchanges(costs, strategy="auto(quality=exact)")
-    assert exact.seconds(variables, 2, slow) == plain
+    exact, half, unbiased = (
+        Exchanges(costs, strategy=f"auto(quality={quality})").seconds(variables, 2, slow)
+        for quality in ("exact", "half", "unbiased")
+    )
+    assert unbiased < half < exact == plain

@@ -256,6 +256,17 @@ def test_variables_that_not_all_ranks_exchange_in_every_step_are_named(sync, way
         costs_of_strategy(strategy, Costs(LINKS, dict.fromkeys((DENSE, "reduce_broadcast, none, none"), CodecCost())))
 
 
+def test_a_variable_of_which_one_part_comes_later_is_named():
+    later, now = (
+        ShardPlan(Sync("reduce_broadcast", staleness=1), "none", "none"),
+        ShardPlan(Sync("allreduce"), "none", "none"),
+    )
+    variable = VariablePlan(Variable("w", (4, 2)), (later, now), axis=0, sizes=(2, 2))
+    codecs = dict.fromkeys((DENSE, "reduce_broadcast, none, none"), CodecCost())
+    with pytest.warns(UserWarning, match="'w' is applied in a later step"):
+        costs_of_strategy(Strategy((variable,), world_size=2), Costs(LINKS, codecs))
+
+
 def test_codecs_cost_what_they_cost_for_the_bucket():
     shards = uniform([Variable("w", (1000,)), Variable("v", (24, 10))], quiet("powersgd", "allreduce"))
     codec = CodecCost(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))

@@ -9,7 +9,7 @@ import grace
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner import planning
+from grace.planner import auto_planner
 from grace.planner.codecs import MeasuredMethod
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import codec_key
@@ -53,14 +53,14 @@ def planned(node):
         return MeasuredMethod(codec_key(choice), CodecCost(Cost(call=call), Cost(), Cost(element=1e-9)), {"w": 0.0})
 
     options = Choices(strategy="auto(methods=['fp16'])").auto_request()
-    made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))])
-    former, planning.measure, planning.LINK_SECONDS = planning.measure, measure, 0.05
+    made = auto_planner.AutoPlanner(options, backend, lambda: names, [Variable("w", (64, 64))])
+    former, auto_planner.measure, auto_planner.LINK_SECONDS = auto_planner.measure, measure, 0.05
     os.sched_setaffinity(0, {mine[0]})
     try:
         made.measure_links(1e-3)
         made.measure_methods({"w": np.ones((64, 64), np.float32)}, set(), Timeline({"w": 0.0}))
     finally:
-        planning.measure = former
+        auto_planner.measure = former
         os.sched_setaffinity(0, mine)
     codec = made.problem.costs.codecs["allreduce, cast, none"]
     return len(seen), (codec.start.call, codec.finish.element)
@@ -88,13 +88,13 @@ def measured(late):
             raise ConfigError("too small")
         return MeasuredMethod(codec_key(choice), CodecCost(), {})
 
-    former, planning.measure = planning.measure, measure
+    former, auto_planner.measure = auto_planner.measure, measure
     gather, backend.allgather_object = backend.allgather_object, lambda value: seen.append("all meet") or gather(value)
     try:
         choices = [build_communicator(spec, None, None) for spec in ("fp16", "qsgd")]
-        found, left_out = planning.measure_methods(backend, choices, {}, 2, 0.01)
+        found, left_out = auto_planner.measure_methods(backend, choices, {}, 2, 0.01)
     finally:
-        planning.measure = former
+        auto_planner.measure = former
         del backend.allgather_object
     return seen, list(found), set(left_out.values())
 

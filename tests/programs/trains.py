@@ -80,29 +80,29 @@ def fit_keras(method: str, fault: str) -> None:
 def train_auto(phase: str, fault: str) -> None:
     import torch
 
-    from grace.planner import planning
+    from grace.planner import auto_planner
 
     torch.set_num_threads(1)
     grace.init()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = grace.DistributedOptimizer(optimizer, model, strategy="auto(methods=['fp16'])")
-    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+    auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.02
 
     def struck(*ignored: object, **options: object) -> None:
         strike(fault)
         sys.exit(0)
 
-    measured = planning.Planning.measure_links
+    measured = auto_planner.AutoPlanner.measure_links
 
-    def struck_behind_links(self: planning.Planning, plain: float) -> None:
+    def struck_behind_links(self: auto_planner.AutoPlanner, plain: float) -> None:
         measured(self, plain)
         struck()  # while rank 0 measures codecs
 
     if grace.rank() == 1 and phase == "links":
-        planning.measure_network = struck
+        auto_planner.measure_network = struck
     elif grace.rank() == 1 and phase == "codecs":
-        planning.Planning.measure_links = struck_behind_links
+        auto_planner.AutoPlanner.measure_links = struck_behind_links
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()

@@ -33,7 +33,8 @@ class Exchanges:
         costs: the cluster's costs; their networks are not used.
         compressor, memory, communicator: specs, or None for their defaults.
         strategy: a builder or its spec, or a document, instead. For ``auto`` the shortest of the possible exchanges
-            counts: without compression, and with the methods that it names, or else with its reference.
+            counts: without compression, and with the methods that it names, or else with its reference; of another
+            quality than "feedback" with all methods that offer themselves.
 
     Raises:
         ConfigError: a spec is unknown, or specs do not go together.
@@ -65,8 +66,9 @@ class Exchanges:
         auto = None if strategy is None else Choices(strategy=strategy).auto_request()
         if auto is not None:
             self.strategy = None
-            usual = {"exact": [], "half": ["fp16"]}.get(auto.options.quality, [auto.options.reference])
-            methods = methods_of(auto.options.methods or usual, auto.options.quality, 1)
+            quality = auto.options.quality
+            usual = [auto.options.reference] if quality == "feedback" else None  # None: all that offer themselves
+            methods = methods_of(auto.options.methods or usual, quality, 1)
             self.methods = [Choices(method.compressor) for method in methods]
         for method in self.methods:
             build_communicator(method.compressor, method.memory, method.communicator)

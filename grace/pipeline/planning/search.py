@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import NamedTuple
 
 from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
@@ -80,7 +81,8 @@ class SearchOptions:
         fewer: True if the plan may leave devices (the last ones) unused, up to half of them.
 
     Raises:
-        ConfigError: a number is less than 1, or a schedule or layout is unknown.
+        ConfigError: a number is less than 1, ``memory`` or its margin is no such number, or a schedule or layout is
+            unknown.
     """
 
     stages: Numbers = None
@@ -108,7 +110,13 @@ class SearchOptions:
                 raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
         if self.layout not in (None, *LAYOUTS):
             raise ConfigError(f"layout {self.layout!r} is unknown; there are {', '.join(LAYOUTS)}")
-        for name in ("stages", "replicas", "microbatches"):
+        if self.recompute not in (None, False, True):
+            raise ConfigError(f"recompute must be True, False or None, not {self.recompute!r}")
+        if self.memory is not None and not (isinstance(self.memory, Real) and self.memory > 0):
+            raise ConfigError(f"memory must be a number of bytes above 0, as 16e9, not {self.memory!r}")
+        if not (isinstance(self.memory_margin, Real) and 0 <= self.memory_margin < 1):
+            raise ConfigError(f"memory_margin must be a share from 0 to below 1, not {self.memory_margin!r}")
+        for name in ("stages", "replicas", "microbatches", "blocks"):
             given = getattr(self, name)
             several = isinstance(given, Iterable) and not isinstance(given, str)
             for one in given if several else (given,):

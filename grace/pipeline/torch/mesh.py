@@ -12,6 +12,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.waits import waiting
 from grace.pipeline.planning.pipeline_plan import Plan
+from grace.torch.parameters import as_bytes
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Backend | None]] = (
     weakref.WeakKeyDictionary()
@@ -109,5 +110,6 @@ class Mesh:
         """Return a rank's tensor, on this rank's device. Every rank must call it; others' tensors are overwritten."""
         tensor = tensor.to(self.device)  # of one kind on all ranks: torch has an engine for each kind of device
         if self.channel is not None:
-            self.channel.broadcast(tensor, rank).wait()
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+            self.channel.broadcast(as_bytes(tensor), rank).wait()
         return tensor

@@ -46,7 +46,7 @@ OVERHEAD = 5e-6
 """Seconds of starting an operation, for estimates."""
 VERSION = 1
 
-Costs = dict[str, dict[str, float]]
+NodeCosts = dict[str, dict[str, float]]
 
 
 def cache_file() -> Path:
@@ -67,7 +67,9 @@ def _machine() -> str:
 _memory: dict[str, list[float]] = {}
 
 
-def measure_costs(atoms: Atoms, flat: Sequence[object], file: str | Path | None = None, local_ranks: int = 1) -> Costs:
+def measure_costs(
+    atoms: Atoms, flat: Sequence[object], file: str | Path | None = None, local_ranks: int = 1
+) -> NodeCosts:
     """Measure the seconds of forward and backward, and the bytes kept, of each atomic subcomponent, by running it on
     real inputs.
 
@@ -94,7 +96,7 @@ def measure_costs(atoms: Atoms, flat: Sequence[object], file: str | Path | None 
 
 def costs_by_rows(
     batch: CapturedBatch, dry: bool = False, file: str | Path | None = None, local_ranks: int = 1
-) -> Costs:
+) -> NodeCosts:
     """Return costs with the part of each that does not depend on rows: starting operations, reading weights and writing
     their gradients take as long for a micro-batch of few rows. A second batch, of a quarter of the rows, tells it.
 
@@ -113,7 +115,7 @@ def costs_by_rows(
     if not dry:  # estimates know the overhead
         fixed_parts |= {"forward": "overhead", "backward": "overhead_back"}
 
-    def costs_of(some: CapturedBatch) -> Costs:
+    def costs_of(some: CapturedBatch) -> NodeCosts:
         """Return the costs of a batch."""
         return estimate_costs(some.atoms) if dry else measure_costs(some.atoms, some.flat, file, local_ranks)
 
@@ -158,10 +160,11 @@ def _read_profiles(file: str | Path | None) -> dict[str, list[float]]:
     """Return the profiles of this process and of the file. A damaged file counts as empty."""
     if file is None:
         return _memory
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged file is measured again
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):  # a damaged file is left out
         document = json.loads(Path(file).read_text())
         if document["version"] == VERSION:
-            return {**_memory, **document["seconds"]}
+            known = {key: [float(one), float(other)] for key, (one, other) in document["seconds"].items()}
+            return {**_memory, **known}
     return dict(_memory)
 
 
@@ -175,7 +178,7 @@ class _Measure(fx.Interpreter):
         self.found = dict[str, list[float]]()
         self.machine = f"{_machine()}, {local_ranks} ranks"
 
-    def costs(self, flat: Sequence[object]) -> Costs:
+    def costs(self, flat: Sequence[object]) -> NodeCosts:
         """Run the graph, and return the costs of its dynamic nodes."""
         # training draws the numbers that it would draw without a measurement
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -324,7 +327,7 @@ def kept_bytes(atoms: Atoms) -> dict[str, float]:
     return kept
 
 
-def estimate_costs(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhead: float = OVERHEAD) -> Costs:
+def estimate_costs(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhead: float = OVERHEAD) -> NodeCosts:
     """Estimate costs without running anything, of a model that may be on ``meta``: forward = overhead + max(FLOPs /
     ``flops``, bytes / ``nbytes``), backward = overhead + twice the rest."""
     counts: dict[str, float] = {}
@@ -338,7 +341,7 @@ def estimate_costs(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, ov
 
     fake_values(atoms.captured, context_of=counting)
     kept = kept_bytes(atoms)
-    costs = Costs()
+    costs = NodeCosts()
     for node in atoms.dynamic:
         own = (*atoms.constants(node), node)
         moved = sum(t.nbytes for one in {*own, *atoms.reads(node)} for t in tensor_leaves(atoms.values[one]))

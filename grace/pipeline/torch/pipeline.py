@@ -96,7 +96,8 @@ class Pipeline:
         init: for a model on ``meta``, a function that is called with each module whose tensors were made on this rank,
             and fills them; the module's ``reset_parameters()`` if left out.
         options: further ones of :func:`grace.DistributedOptimizer`: op, gradient_predivide_factor, seed, bucket_bytes,
-            group_bytes, hierarchical, sparse_as_dense, compress_after.
+            group_bytes, hierarchical, sparse_as_dense, compress_after. With ``op="sum"`` losses are added up over the
+            replicas of the last stage.
 
     Raises:
         ConfigError: the arguments cannot work.
@@ -196,6 +197,9 @@ class Pipeline:
 
     def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
+        if self.user_inputs == "rank0":  # other ranks' tensors may be empty
+            args, kwargs = from_root(lambda: (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to(self.device), (args, kwargs))
         # 1. capture the model
         with training_mode(self.model):
             with failing_together(self.backend, "a pipeline"):
@@ -211,7 +215,6 @@ class Pipeline:
             if plan is None:
                 plan = self._search_plan(batch)
         plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
-        self.plan = plan
         # 3. make the groups of ranks, and this rank's part of the model
         self.mesh = mesh = Mesh(plan, self.backend, self.device)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
@@ -231,6 +234,7 @@ class Pipeline:
         unequal_tensors = {**self.buffers, **({} if self.gradients.has_optimizer else self.parameters)}
         if unequal_tensors and mesh.stage_backend.size > 1:
             broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
+        self.plan = plan  # the model counts as cut from here on
 
     def _search_plan(self, batch: CapturedBatch) -> Plan:
         """Return a new plan, the same on all ranks, and write it to the user's file.
@@ -392,7 +396,8 @@ class Pipeline:
             value = output if self.loss_fn is None else self.loss_fn(output, target)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
-            return value * scale  # a new tensor: that of mse_loss keeps the memory of all errors
+            wide = value.to(torch.promote_types(value.dtype, torch.float32))  # a scaled float16 may be infinite
+            return wide * scale  # a new tensor: that of mse_loss keeps the memory of all errors
 
         return loss
 

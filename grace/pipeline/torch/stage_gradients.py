@@ -98,6 +98,8 @@ class Gradients:
         self.parameters = dict(parameters)
         self.mesh = mesh
         self.scaler = scaler
+        self.sums = options.get("op", "average") == "sum"
+        """True if the exchange adds up gradients of replicas instead of averaging them."""
         self.has_strategy = False
         scaled = scaler is not None and scaler.is_enabled()  # a GradScaler refuses an optimizer without gradients
         self.has_optimizer = any(p.requires_grad or not scaled for p in self.parameters.values())
@@ -261,8 +263,10 @@ class Gradients:
                 p.grad = None
 
     def factor(self, microbatches: int) -> float:
-        """Return the factor that turns the sum over micro-batches into the input of the mean over replicas."""
+        """Return the factor that turns the sum over micro-batches into the input of the exchange over replicas."""
         mesh = self.mesh
+        if self.sums:  # the same multiple of the mean in all stages: as many times as the last one has replicas
+            return 1 / microbatches
         # losses are means over the rows of one replica of the last stage; the exchange divides by this stage's replicas
         return mesh.replicas[mesh.stage] / mesh.replicas[-1] / microbatches
 
@@ -275,11 +279,11 @@ class Gradients:
                 continue
             if p.grad is None:  # a collective: all ranks with copies start it
                 p.grad = torch.zeros_like(p)
-            # With unequal replicas the group has all of them, and the exchange averages over the stage's.
+            # With unequal replicas the group has all of them, and the exchange averages or adds up over the stage's.
             share = 1 if self.mesh.equal_replicas else self.mesh.stage_backend.size
-            total = p.grad.contiguous().div(share)
+            total = p.grad.contiguous().div(1 if self.sums else share)
             group.allreduce(total).wait()
-            p.grad.copy_(total)
+            p.grad.copy_(total.div_(share) if self.sums else total)
         if self.scaler is not None and self.scaler.is_enabled():
             own = [p.grad for p in self.parameters.values() if p.grad is not None]
             bad = not all(bool(torch.isfinite(gradient).all()) for gradient in own)

@@ -52,6 +52,11 @@ def model_of(make=unmeasured, **settings):
         ({"compresor": "topk"}, "no option 'compresor': of a distributed optimizer's it takes op, "),
         ({"backward_passes_per_step": 2}, r"accumulate under `with engine.no_sync\(\):`"),
         ({"stages": {0, 1}}, "stages must be a whole number of at least 1, not 0"),
+        ({"blocks": 3.5}, "blocks must be a whole number of at least 1, not 3.5"),
+        ({"memory": "16GB"}, "memory must be a number of bytes above 0, as 16e9, not '16GB'"),
+        ({"memory": float("nan")}, "memory must be a number of bytes above 0, as 16e9, not nan"),
+        ({"memory_margin": 10}, "memory_margin must be a share from 0 to below 1, not 10"),
+        ({"recompute": "no"}, "recompute must be True, False or None, not 'no'"),
     ],
 )
 def test_what_cannot_work_is_refused(local, settings, message):
@@ -74,6 +79,16 @@ def test_optimizers_that_are_none_are_refused(local):
         grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: None)
     with pytest.raises(grace.ConfigError, match=r"optimizer= left out 'head.bias'"):
         grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: sgd(ps[:-1]))
+
+
+def test_a_model_that_could_not_be_cut_is_not_cut(local):
+    engine = grace.torch.Pipeline(made("Residual"), None, loss_fn, optimizer=lambda ps: None, microbatches=2)
+    args, _, target = batch("Residual")
+    for _ in range(2):
+        with pytest.raises(grace.ConfigError, match="made a NoneType"):
+            engine.step(*args, target)
+        with pytest.raises(grace.ConfigError, match="not cut yet"):
+            engine.state_dict()
 
 
 def test_other_frameworks_models_are_refused(local):
@@ -151,6 +166,14 @@ def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
     monkeypatch.setattr(node_costs, "_memory", {})
     model_of(grace.torch.Pipeline)
     assert json.loads(node_costs.cache_file().read_text())["seconds"]
+
+
+@pytest.mark.parametrize("seconds", [None, {"version": 1}, {"version": 1, "seconds": {"key": [1.0]}}])
+def test_damaged_profiles_count_as_empty(local, tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(node_costs, "_memory", {})
+    (tmp_path / "profiles.json").write_text(json.dumps(seconds or {}))
+    model_of(grace.torch.Pipeline, profiles=tmp_path / "profiles.json")
+    assert "key" not in json.loads((tmp_path / "profiles.json").read_text())["seconds"]
 
 
 @on_ranks()

@@ -167,3 +167,17 @@ def test_stages_with_unequal_replicas_are_one_process(replicas, schedule):
     for name in names:
         check_is_alone(name, [answer[name] for answer in answers], alone(name, 2, 2, replicas=2))
         assert {answer[name][3] for answer in answers} == {(s, r) for s in (0, 1) for r in range(replicas[s])}
+
+
+@on_ranks(3)
+def test_sums_are_the_same_multiple_of_the_mean_in_all_stages():
+    """Losses of the replicas of the last stage are added up, however many replicas other stages have."""
+    for replicas in ((2, 1), (1, 2)):
+        for name in ("Residual", "TiedEmbedding"):
+            engine = pipeline(name, replicas=replicas, op="sum")
+            args, kwargs, target = own_batch(engine, name, 0)
+            engine(*args, target, **kwargs).backward()
+            engine.exchange()
+            means = alone(name, 1, 2, replicas=2)[1]
+            for key, p in engine.parameters.items():
+                assert torch.allclose(p.grad, replicas[-1] * means[key], rtol=1e-4, atol=1e-6), (name, key, replicas)

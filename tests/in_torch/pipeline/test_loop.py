@@ -346,6 +346,38 @@ def test_autocast_is_one_process(dtype):
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()}, 1e-3)
 
 
+def test_a_loss_of_float16_is_scaled_in_float32(local):
+    """A scaled loss of 4.0 is no number of float16, though its gradients are."""
+
+    class Half(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    model = Half(2, 1)
+    torch.nn.init.constant_(model.weight, 2.0)
+    torch.nn.init.zeros_(model.bias)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    with torch.autocast("cpu", torch.float16):
+        engine = unmeasured(model, torch.ones(4, 2), optimizer=sgd, microbatches=2, grad_scaler=scaler)
+        loss = engine(torch.ones(4, 2))
+    scaler.scale(loss).backward()
+    assert loss.item() == 4.0
+    assert model.weight.grad.tolist() == [[2.0**15, 2.0**15]]
+
+
+@on_ranks()
+def test_rank_0_alone_may_have_the_first_batch():
+    """The model is cut for rank 0's batch."""
+    engine = pipeline("Several", stages=2, inputs="rank0", example=False)
+    args, kwargs, target = batch("Several")
+    if grace.rank():
+        args, kwargs, target = torch.utils._pytree.tree_map(lambda _: torch.empty(0), (args, kwargs, target))
+    loss = engine.step(*args, target, **kwargs)
+    expected = alone("Several", 1, 2)
+    assert loss.item() == pytest.approx(expected[0][0], rel=1e-5)
+    assert close(engine.state_dict(), expected[2])
+
+
 @pytest.mark.parametrize("inputs", ["global", "rank0"])
 @on_ranks(4)
 def test_the_whole_batch_may_be_given(inputs):

@@ -64,6 +64,19 @@ def test_what_ranks_broadcast_lies_on_their_devices():
     assert sent == ["meta"] * 3
 
 
+@on_ranks(2)
+def test_tensors_of_every_dtype_are_broadcast():
+    """gloo has no unsigned numbers of 16 bits, and torch sends no conjugate that is not computed yet."""
+    mesh = pipeline("Residual", stages=2).mesh
+    conjugate = torch.tensor([1 + 2j]).conj()
+    small = torch.tensor([1, 40000]).to(torch.uint16), torch.tensor(2.0).to(torch.float8_e4m3fn), torch.empty(0, 2)
+    for value in (conjugate, conjugate.imag, *small):
+        given = value if mesh.rank == 1 else torch.empty(value.shape, dtype=value.dtype)
+        received = mesh.broadcast(given, 1)
+        assert (received.shape, received.dtype) == (value.shape, value.dtype)
+        assert torch.equal(received.to(torch.complex64), value.to(torch.complex64))
+
+
 EARLY = {"sync": {"type": "allgather"}, "compressor": TOPK, "memory": "residual"}
 LATE = {"sync": {"type": "allreduce"}, "compressor": "powersgd(rank=1)", "memory": "residual"}
 RULES = [{"match": {"name": "layers.[01].*"}, **EARLY}, {"match": {"ndim": 2}, **LATE}, {"match": {}, **EARLY}]

@@ -9,7 +9,7 @@ import torch
 import grace
 from grace.core.variable import Variable
 from grace.pipeline.planning.exchange_prediction import strategy_document, strategy_of_stage
-from grace.planner import driver, planning
+from grace.planner import auto_planner, driver
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from tests.support.pipelines import made, pipeline, run_steps
 from tests.support.pools import on_ranks
@@ -95,7 +95,7 @@ def test_auto_chooses_for_each_stage_and_resumes():
     """``auto`` until it has chosen, saved, and resumed."""
     for name, number in {"WARM": 1, "HELD": 3, "PLAIN": 3, "TIMED": 2}.items():
         setattr(driver, name, number)
-    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
+    auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.01
     auto = {"strategy": "auto(methods=['topk(ratio=0.3)'])"}
     engine = pipeline(NAME, **CUT, **auto)
     followed = engine.optimizer._grace.auto

@@ -33,7 +33,7 @@ SKEWED = 0.1
 """The part of a step by which a rank's computing must be longer than another's to be told."""
 
 
-class Planning:
+class AutoPlanner:
     """Measures, finds candidates and explains, for :class:`grace.planner.driver.Driver`.
 
     Args:

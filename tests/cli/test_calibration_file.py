@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from grace.backends.simulated import SimulatedRanks
-from grace.cli.calibration import Calibration, Key, read
+from grace.cli.calibration_file import Calibration, Key, read
 from grace.errors import ConfigError
 from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.network import MeasuredNetwork

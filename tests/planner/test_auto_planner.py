@@ -8,10 +8,10 @@ import pytest
 from grace.backends.simulated import SimulatedRanks
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner import planning
+from grace.planner import auto_planner
+from grace.planner.auto_planner import AutoPlanner
 from grace.planner.codecs import is_table
 from grace.planner.network import Links
-from grace.planner.planning import Planning
 from grace.planner.problem import offers
 from grace.planner.step_simulation import Timeline
 from grace.strategy.choices import Choices
@@ -30,14 +30,14 @@ def gradients():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Links and methods are measured briefly."""
-    monkeypatch.setattr(planning, "LINK_SECONDS", 0.05)
-    monkeypatch.setattr(planning, "CODEC_SECONDS", 0.005)
+    monkeypatch.setattr(auto_planner, "LINK_SECONDS", 0.05)
+    monkeypatch.setattr(auto_planner, "CODEC_SECONDS", 0.005)
 
 
 def planning_of(strategy="auto", ranks=2, variables=VARIABLES, **options):
     names = [f"n{rank}" for rank in range(ranks)]
     request = Choices(strategy=strategy).auto_request()
-    return Planning(request, SimulatedRanks(ranks), lambda: names, variables, **options)
+    return AutoPlanner(request, SimulatedRanks(ranks), lambda: names, variables, **options)
 
 
 def planned(

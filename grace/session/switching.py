@@ -16,7 +16,7 @@ from grace.core.memory import ErrorFeedback, Memory
 from grace.exchange.sparse_codec import RowMemory
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.kernels import kernels_of
-from grace.session import checkpoint
+from grace.session import checkpoint, state_schema
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.reshard import Partition, join_shards, without_parameters
 from grace.session.setup import build_step_runner
@@ -56,14 +56,11 @@ def switch_plan(
     try:
         error = None
         lost = _find_lost(former, made)
+        saved = _without_lost(saved, former, made, lost)
         loaded = checkpoint.Loaded(None)
         try:
             check_plan(made)
             loaded = checkpoint.prepare(made, saved, "keep", lambda saved: inside(made, saved))
-            for shard in made.shards.values():
-                if lost.get(shard.whole.name) and shard.outer is None:
-                    for kind in MEMORIES:
-                        loaded.values.get(kind, {}).pop(shard.variable.name, None)
         except Exception as raised:
             error = raised
         checkpoint.compare(former.backend, saved, "keep", error)
@@ -131,6 +128,14 @@ def _find_lost(former: StepRunner, made: StepRunner) -> dict[str, bool]:
         elif before and _answers(former, parts, then[name]) not in (None, _answers(made, new, now[name])):
             lost[name] = False
     return lost
+
+
+def _without_lost(saved: SavedState, former: StepRunner, made: StepRunner, lost: dict[str, bool]) -> SavedState:
+    """Return the former runner's state without the residuals that are lost. Residuals of variables that come under a
+    hierarchy, or leave it, are among these; so all that is left fits the new hierarchy."""
+    shards = [s.variable.name for s in former.shards.values() if lost.get(s.whole.name) and s.outer is None]
+    left_out = {f"the {kind} of {name!r}" for kind in MEMORIES for name in shards}
+    return state_schema.seal({**state_schema.without_values(saved, left_out), "hierarchical": made.hierarchical})
 
 
 def _lost_residuals(

@@ -92,6 +92,7 @@ PS, ELSEWHERE = "ps(compressor=topk(ratio=0.1))", "ps(compressor=topk(ratio=0.1)
 CUT = "partitioned_ps(min_shard_bytes=0, compressor=topk(ratio=0.1))"
 SHARDS = by("scatter_reduce", "block(bits=2)")
 LED, LED_SHARDS = by("allgather", "topk(ratio=0.1)", True), by("scatter_reduce", "block(bits=2)", True)
+LED_MATRIX = {"version": 1, "rules": [{**LED["rules"][1], "match": {"name": "w"}}, *by("allgather", "topk")["rules"]]}
 KEPT = {
     "answers": [PS],
     "delayed answers": ["ps(compressor=topk(ratio=0.1), staleness=1)"],
@@ -102,6 +103,7 @@ KEPT = {
     "leaders": [LED],
     "leaders no more": [LED, TOPK, LED],
     "shards of leaders": [LED_SHARDS, SHARDS],
+    "leaders of one": [LED_MATRIX, TOPK, LED_MATRIX, LED, LED_MATRIX],
 }
 
 

@@ -1,24 +1,31 @@
 """Change of the plan during training: a new runner takes over the state of the former one.
 
 All ranks switch after the same step. Memories are carried over by the rules of checkpoints
-(:mod:`grace.session.checkpoint`, "keep"). Residuals that the new plan has no memory for are not lost: their mean over
-ranks is added to the means of the next exchange.
+(:mod:`grace.session.checkpoint`, "keep"). Residuals that the new plan cannot keep are not lost: what they add to the
+mean is added to the means of the next exchange. These are residuals of variables that change their memory
+or their hierarchy, and of a destination's answers if another rank or nobody compresses answers then.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
-from grace.core.memory import ErrorFeedback
+from grace.core.memory import ErrorFeedback, Memory
+from grace.exchange.sparse_codec import RowMemory
+from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.kernels import kernels_of
-from grace.session import checkpoint
+from grace.session import checkpoint, state_schema
 from grace.session.exchange_plan import ExchangePlan
-from grace.session.reshard import without_parameters
+from grace.session.reshard import Partition, join_shards, without_parameters
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, make_buckets
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
+
+MEMORIES = ("memory", "answer_memory", "shard_memory")
+"""Kinds of state that are residuals."""
 
 
 def switch_plan(
@@ -48,6 +55,8 @@ def switch_plan(
     made = build_replacement(former, plan, check)
     try:
         error = None
+        lost = _find_lost(former, made)
+        saved = _without_lost(saved, former, made, lost)
         loaded = checkpoint.Loaded(None)
         try:
             check_plan(made)
@@ -58,7 +67,7 @@ def switch_plan(
         # Memories that do not fit are expected: their residuals go into carried_over instead of a warning.
         loaded.dropped = []
         # Collectives: only after all ranks have agreed to switch.
-        carried_over = inside(made, _lost_residuals(former, made, like))
+        carried_over = inside(made, _lost_residuals(former, made, lost, like))
     except BaseException:
         made.close()
         raise
@@ -104,36 +113,100 @@ def returns_to_step(alone: Iterable[str], runner: StepRunner) -> bool:
     return any(name == whole or name.startswith(f"{whole}/") for name in alone for whole in in_step)
 
 
-def _lost_residuals(former: StepRunner, made: StepRunner, like: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return the means over ranks of residuals that the new plan has no memory for, by its shards."""
-    lost: dict[str, list[Shard]] = {}
+def _find_lost(former: StepRunner, made: StepRunner) -> dict[str, bool]:
+    """Return the variables whose residuals the new plan cannot keep: True if it can keep none, False if it can keep all
+    but those of a destination's answers."""
+    then, now = checkpoint.partitions_of(former), checkpoint.partitions_of(made)
+    lost = {}
     for name, parts in former.shards_of.items():
-        before = {without_parameters(memory.spec) for memory in map(_feedback, parts) if memory is not None}
-        after = {without_parameters(shard.communicator.memory.spec) for shard in made.shards_of[name]}
-        if before and before != after and not parts[0].variable.sparse:  # checkpoints carry all parts' or none
-            own = [shard for shard in made.shards_of[name] if shard.outer is None]
-            lost.update({name: own} if own else {})
-    whole = [dataclasses.replace(former.shards_of[name][0].whole, dtype="float32") for name in lost]
+        new = made.shards_of[name]
+        # The residuals of leaders have another weight in the mean than those of all ranks.
+        before = {(without_parameters(s.communicator.memory.spec), s.hierarchical) for s in parts if _feedback(s)}
+        after = {(without_parameters(s.communicator.memory.spec), s.hierarchical) for s in new}
+        if before and before != after:  # checkpoints carry all parts' or none
+            lost[name] = True
+        elif before and _answers(former, parts, then[name]) not in (None, _answers(made, new, now[name])):
+            lost[name] = False
+    return lost
+
+
+def _without_lost(saved: SavedState, former: StepRunner, made: StepRunner, lost: dict[str, bool]) -> SavedState:
+    """Return the former runner's state without the residuals that are lost. Residuals of variables that come under a
+    hierarchy, or leave it, are among these; so all that is left fits the new hierarchy."""
+    shards = [s.variable.name for s in former.shards.values() if lost.get(s.whole.name) and s.outer is None]
+    left_out = {f"the {kind} of {name!r}" for kind in MEMORIES for name in shards}
+    return state_schema.seal({**state_schema.without_values(saved, left_out), "hierarchical": made.hierarchical})
+
+
+def _lost_residuals(
+    former: StepRunner, made: StepRunner, lost: dict[str, bool], like: Callable[[str], Tensor]
+) -> dict[str, Gradient]:
+    """Return the means over ranks of residuals that the new plan cannot keep, by its shards."""
+    shards = [shard for name in lost for shard in made.shards_of[name] if shard.outer is None]
+    taken = {shard.whole.name: dataclasses.replace(shard.whole, dtype="float32", sparse=False) for shard in shards}
     found: dict[str, Tensor] = {}
-    for bucket in make_buckets([Shard(variable, variable, made.averaging) for variable in whole]):
-        values = [_residual(former.shards_of[name], like(name)) for name in bucket.names]
+    for bucket in make_buckets([Shard(variable, variable, made.averaging) for variable in taken.values()]):
+        values = [
+            _residual(former.shards_of[name], like(name), former.backend.size, lost[name]) for name in bucket.names
+        ]
         found.update(zip(bucket.names, made.mean(bucket, values), strict=True))
-    return {shard.variable.name: shard.slice_of(found[name]) for name, shards in lost.items() for shard in shards}
+    means = {shard.variable.name: (shard, shard.slice_of(found[shard.whole.name])) for shard in shards}
+    return {name: _rows_of(mean) if shard.whole.sparse else mean for name, (shard, mean) in means.items()}
 
 
-def _feedback(shard: Shard) -> ErrorFeedback | None:
+def _answers(runner: StepRunner, shards: Sequence[Shard], partition: Partition) -> tuple[object, ...] | None:
+    """Return the parts of a variable whose destinations keep residuals of their answers, and these destinations; None
+    if no part has any."""
+    kept = ["answer_memory" in runner.stateful_parts(shard) and shard.outer is None for shard in shards]
+    return (kept, partition["axis"], partition["sizes"], partition["destinations"]) if any(kept) else None
+
+
+def _feedback(shard: Shard) -> ErrorFeedback | RowMemory | None:
     memory = shard.communicator.memory
     # what is left of drifts is no part of a gradient
-    return memory if isinstance(memory, ErrorFeedback) and shard.outer is None else None
+    return memory if isinstance(memory, ErrorFeedback | RowMemory) and shard.outer is None else None
 
 
-def _residual(shards: Sequence[Shard], like: Tensor) -> Tensor:
-    """Return the residual that a whole variable's next compensation would add; zeros if there is none."""
+def _residual(shards: Sequence[Shard], like: Tensor, size: int, of_gradients: bool) -> Tensor:
+    """Return a tensor whose mean over ranks is what a whole variable's next compensations would add to its mean.
+
+    Args:
+        shards: the former shards of the variable.
+        like: a tensor like the variable's gradient.
+        size: the number of ranks.
+        of_gradients: False for residuals of means alone.
+    """
     k = kernels_of(like)
     parts = []
     for shard in shards:
-        memory = _feedback(shard)
-        factor, residual, _ = (1.0, None, 1.0) if memory is None else memory.recall(shard.variable.name)
-        empty = k.zeros(shard.variable.shape, "float32", like)
-        parts.append(empty if residual is None else residual * factor)
+        name, shape, communicator = shard.variable.name, shard.variable.shape, shard.communicator
+        total, memory, context = k.zeros(shape, "float32", like), _feedback(shard), communicator.context
+        own = None if memory is None or not of_gradients else _recalled(memory, name)
+        if own is not None:
+            # Under a hierarchy only the leaders of nodes have residuals, which are averaged over nodes.
+            total = k.combine(size / context.size if shard.hierarchical else 1.0, own, 1.0, total)
+        of_means = None if memory is None else communicator.mean_compression
+        if of_means is not None:
+            communicator.rescale_mean_memory(context.loss_scale)
+            own = _recalled(of_means.memory, name)
+            if own is not None and communicator.cuts:  # this rank's shard of the mean
+                own = join_shards([own if rank == context.rank else None for rank in range(context.size)], shape)
+            if own is not None:  # one rank alone has it
+                total = k.combine(float(size), own, 1.0, total)
+        parts.append(total)
     return parts[0] if shards[0].axis is None else k.concat(parts, shards[0].axis)
+
+
+def _recalled(memory: Memory, name: str) -> Tensor | None:
+    """Return what a memory would add to a variable's next gradient, or to its next mean; None if that is nothing."""
+    if isinstance(memory, RowMemory):
+        return memory.state[name] * memory.inner.beta if name in memory.state else None
+    factor, residual, _ = memory.recall(name) if isinstance(memory, ErrorFeedback) else (1.0, None, 1.0)
+    return None if residual is None else residual * factor
+
+
+def _rows_of(mean: Tensor) -> SparseRows:
+    """Return the rows of a mean that are not zero; NaN is no row of its own."""
+    k = kernels_of(mean)
+    rows, _ = k.distinct(k.above(k.flat(mean), 0.0) // max(1, math.prod(mean.shape[1:])))
+    return SparseRows(k.take_rows(mean, rows), rows)

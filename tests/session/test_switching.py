@@ -7,7 +7,7 @@ import torch
 import grace
 from grace.strategy import ShardPlan, Sync
 from tests.support.pools import on_ranks
-from tests.support.strategies import cut, strategy_of
+from tests.support.strategies import cut, executed, strategy_of, uneven
 from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights
 
 pytestmark = pytest.mark.ranks
@@ -64,6 +64,72 @@ def test_nothing_is_lost_on_the_way_back_to_plain_sums(between):
 @on_ranks(3)
 def test_nothing_is_lost_where_variables_are_cut_anew():
     check_is_the_mean(switching(TOPK, parts(), TOPK, PLAIN), 8)
+
+
+class WithRows(Given):
+    """The same, whose rows of an embedding have gradients, too."""
+
+    def __init__(self):
+        super().__init__(SHAPES)
+        self.words = torch.nn.Embedding.from_pretrained(torch.zeros(12, 6), freeze=False, sparse=True)
+
+    def forward(self, given):
+        rows = torch.as_tensor(given["words.weight"])
+        dense = {name: value for name, value in given.items() if name in SHAPES}
+        return super().forward(dense) + (self.words(torch.arange(12)) * rows).sum()
+
+
+def by(sync, compressor, hierarchical=False):
+    """One choice for dense variables, with a residual; rows take the one that they can."""
+    sync = {"type": sync, "hierarchical": True} if hierarchical else {"type": sync}
+    rows = {**sync, "type": "allgather"}
+    rules = [{"match": {"sparse": True}, "sync": rows, "compressor": "topk(ratio=0.2)"}]
+    rules += [{"match": {}, "sync": sync, "compressor": compressor, "memory": "residual"}]
+    return {"version": 1, "rules": rules}
+
+
+PS, ELSEWHERE = "ps(compressor=topk(ratio=0.1))", "ps(compressor=topk(ratio=0.1), destination=2)"
+CUT = "partitioned_ps(min_shard_bytes=0, compressor=topk(ratio=0.1))"
+SHARDS = by("scatter_reduce", "block(bits=2)")
+LED, LED_SHARDS = by("allgather", "topk(ratio=0.1)", True), by("scatter_reduce", "block(bits=2)", True)
+LED_MATRIX = {"version": 1, "rules": [{**LED["rules"][1], "match": {"name": "w"}}, *by("allgather", "topk")["rules"]]}
+KEPT = {
+    "answers": [PS],
+    "delayed answers": ["ps(compressor=topk(ratio=0.1), staleness=1)"],
+    "answers elsewhere": [PS, ELSEWHERE, CUT],
+    "no answers": [ELSEWHERE, TOPK],
+    "shards": [SHARDS],
+    "shards no more": [SHARDS, TOPK],
+    "leaders": [LED],
+    "leaders no more": [LED, TOPK, LED],
+    "shards of leaders": [LED_SHARDS, SHARDS],
+    "leaders of one": [LED_MATRIX, TOPK, LED_MATRIX, LED, LED_MATRIX],
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("op", ["average", "sum"])
+@on_ranks(3)
+def test_nothing_is_lost_of_rows_answers_shards_and_leaders(op):
+    """On two nodes, of two ranks and one."""
+    shapes = {**SHAPES, "words.weight": (12, 6)}
+    ends = {}
+    for case, between in KEPT.items():
+        model, step = WithRows(), 0
+        optimizer = executed(model, PLAIN, lambda p: torch.optim.SGD(p, lr=1.0), op=op)
+        for strategy in [*between, PLAIN]:
+            train_given(model, optimizer, range(step, step + 2))
+            with uneven():
+                optimizer.use_strategy(strategy)
+            step += 2
+        train_given(model, optimizer, range(step, step + 2))
+        optimizer.close()
+        for name, got in weights(model).items():
+            given = [made_up(shapes, n, rank)[name] for n in range(step + 2) for rank in range(3)]
+            wanted = -sum(given) / (3 if op == "average" else 1)
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4, err_msg=f"{case}: {name}")
+        ends[case] = digest(weights(model))
+    return ends
 
 
 def unswitched(strategy):

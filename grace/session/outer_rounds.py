@@ -167,7 +167,7 @@ class OuterRounds:
         self.has_anchors = False
         """True if there are anchors."""
         self.shares_anchors = True
-        """True until all ranks have compared their anchors, in the first round after they were taken or loaded."""
+        """True until all ranks have compared their anchors, in the first round after they were taken."""
         backend = runner.backend
         self.warns_if_unequal = backend.size > 1 and backend.number_of(backend.rank) == 0
         """True if :meth:`warn_if_unequal` is to print a line: on rank 0, until it has, or until the program has asked
@@ -274,8 +274,8 @@ class OuterRounds:
         self.at = self.runner.context.step
         self._own = None
         self.has_anchors = bool(self.shards) and all(shard.variable.name in self.anchors.state for shard in self.shards)
-        # A rank may have dropped anchors that are damaged, or taken them anew before the save: all ranks compare them.
-        self.shares_anchors = True
+        # Of one save anchors are equal, unless they were taken anew on each rank, and no round has compared them.
+        self.shares_anchors = not self.has_anchors or self.at < self._first_round
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
             fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at

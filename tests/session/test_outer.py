@@ -846,25 +846,6 @@ def test_a_run_that_resumes_without_its_anchors_goes_on_from_those_of_rank_0():
 
 
 @on_ranks(2)
-def test_an_anchor_that_is_damaged_on_one_rank_is_dropped_and_all_ranks_share_one_anew():
-    settings = {"outer": "nesterov(lr=0.7, momentum=0.6)", "period": 3}
-    model = net()
-    optimizer = distributed(model, **settings)
-    train(model, optimizer, range(4))
-    saved = copied(optimizer.state_dict())
-    if grace.rank() == 1:
-        saved["grace"]["state"]["anchor"]["conv.weight"] += 1
-    resumed = net()
-    optimizer = distributed(resumed, **settings)
-    resumed.load_state_dict(model.state_dict())
-    dropped = pytest.warns(UserWarning, match="conv.weight") if grace.rank() else contextlib.nullcontext()
-    with dropped:
-        optimizer.load_state_dict(saved, memory="keep")
-    train(resumed, optimizer, range(4, 6))
-    return digest(weights(resumed))  # equal on all ranks
-
-
-@on_ranks(2)
 def test_rounds_begin_anew_from_the_state_of_a_plain_optimizer():
     run = Run(RESUMED["plain"])
     run.train(range(3))

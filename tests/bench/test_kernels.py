@@ -304,10 +304,13 @@ def test_the_peak_is_counted_whoever_allocates(kind):
 )
 def test_extra_memory_is_payload_scratch_and_state(spec, per_element):
     x = gradients.gaussian((2000, 2000))[0]
-    more = timing.extra_bytes(spec, x) - per_element * x.numel()
     uncounted = 0.12 * x.numel()
-    # Selecting takes buffers of which little is written to: by chance of addresses, a huge page or none.
-    assert -uncounted < more < uncounted + (HUGE_PAGE if spec in ("topk", "dgc") else 0)
+    for _ in range(3):  # a system that is short of memory may take back cold pages of this process meanwhile
+        more = timing.extra_bytes(spec, x) - per_element * x.numel()
+        # Selecting takes buffers of which little is written to: by chance of addresses, a huge page or none.
+        if -uncounted < more < uncounted + (HUGE_PAGE if spec in ("topk", "dgc") else 0):
+            return
+    pytest.fail(f"{more:.0f} bytes more than {per_element} an element")
 
 
 @counted

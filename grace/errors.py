@@ -58,8 +58,10 @@ def in_one_line(text: str) -> str:
     return line if len(line) <= 500 else f"{line[:150]} ... {line[-345:]}"
 
 
-WITHIN = {"grace", "torch", "tensorflow", "keras", "horovod", "lightning", "transformers", "accelerate", "ray"}
-WITHIN |= {"numba", "triton", "contextlib", "functools"}
+WITHIN = {
+    *("grace", "torch", "tensorflow", "keras", "horovod", "lightning", "transformers", "accelerate", "ray"),
+    *("numba", "triton", "contextlib", "functools"),
+}
 """Packages through which a user's program calls Grace, and Grace itself."""
 
 

@@ -38,7 +38,7 @@ def in_groups(
 
         kept = [parameter for name, parameter in inspect.signature(body).parameters.items() if name not in names]
         group = inspect.Parameter("group", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([*kept, group])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([*kept, group])
         return pytest.mark.parametrize("group", list(groups.values()))(test)
 
     return decorate

@@ -198,8 +198,11 @@ class Pipeline:
     def _cut(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
         if self.user_inputs == "rank0":  # other ranks' tensors may be empty
-            args, kwargs = from_root(lambda: (args, kwargs))
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to(self.device), (args, kwargs))
+            # by the host: a rank may not see the device of rank 0
+            on_host = pytree.tree_map_only(torch.Tensor, lambda one: one.cpu(), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda one: one.to(self.device), from_root(lambda: on_host)
+            )
         # 1. capture the model
         with training_mode(self.model):
             with failing_together(self.backend, "a pipeline"):

@@ -17,6 +17,7 @@ import gc
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import io
 import marshal
 import multiprocessing
@@ -44,7 +45,9 @@ BEFOREHAND = [
     *("coverage", "numpy", "numba", "typer", "rich.console", "rich.table", "rich.progress", "rich.markdown", "yaml"),
     "pydantic",
     *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
-    *("torch._dynamo", "tensorflow", "keras", "mpi4py", "sklearn.datasets"),
+    *("torch._dynamo", "torch._dynamo.backends.common", "torch._inductor.cudagraph_trees", "torch.export._trace"),
+    *("torch.distributed.optim", "torch.distributed.pipelining"),
+    *("tensorflow", "keras", "mpi4py", "sklearn.datasets", "pytest", "hypothesis"),
     *("horovod", "horovod.common.util", "horovod.runner.launch"),  # not both of its frameworks: they exclude each other
     "lightning.pytorch",  # with transformers and accelerate
 ]
@@ -132,6 +135,7 @@ def _import_all(names: Iterable[str]) -> list[dict[str, types.ModuleType]]:
             {n: module for n, module in brought.items() if n.partition(".")[0] not in sys.stdlib_module_names}
         )
         before |= set(brought)
+    inspect.getmodule(None, "unknown")  # it finds the files of all modules, once; torch and pydantic call it in imports
     del sys.modules["pandas"]
     for group in groups:
         for name in group:

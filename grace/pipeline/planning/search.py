@@ -105,6 +105,10 @@ class SearchOptions:
     fewer: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("stages", "replicas", "microbatches", "blocks", "schedule", "cuts"):
+            given = getattr(self, name)
+            if isinstance(given, Iterator):  # it could be read once only
+                raise ConfigError(f"{name} must be one value, or a list of several, not a {type(given).__name__}")
         for schedule in self.schedules:
             if schedule not in SCHEDULES:
                 raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")

@@ -217,7 +217,8 @@ class Pipeline:
             plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
             if plan is None:
                 plan = self._search_plan(batch)
-        plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
+        with failing_together(self.backend, "a pipeline"):  # one rank alone may have another model or torch
+            plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
         # 3. make the groups of ranks, and this rank's part of the model
         self.mesh = mesh = Mesh(plan, self.backend, self.device)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")

@@ -56,6 +56,7 @@ def model_of(make=unmeasured, **settings):
         ({"memory": "16GB"}, "memory must be a number of bytes above 0, as 16e9, not '16GB'"),
         ({"memory": float("nan")}, "memory must be a number of bytes above 0, as 16e9, not nan"),
         ({"memory_margin": 10}, "memory_margin must be a share from 0 to below 1, not 10"),
+        ({"stages": (n for n in (1, 2))}, "stages must be one value, or a list of several, not a generator"),
         ({"recompute": "no"}, "recompute must be True, False or None, not 'no'"),
     ],
 )
@@ -212,6 +213,19 @@ def test_a_plan_is_written_and_read_and_refused(tmp_path):
     older = {**document, "versions": {**document["versions"], "torch": "1.0"}}
     assert "is of torch 1.0" in refusal(model_of, plan=Plan.from_dict(older))
     assert "for another model" in refusal(model_of, plan=Plan.from_dict({**document, "model": "other"}))
+
+
+@on_ranks()
+@pytest.mark.parametrize("given", [True, False], ids=["a plan", "searched"])
+def test_a_rank_with_another_model_is_named_before_any_stage_is_made(given):
+    (args, kwargs, _), last = batch("Residual"), grace.rank() == 1
+    plan = model_of(stages=2, microbatches=2).plan if given else None
+    model = made("Residual")
+    if last:
+        model.head = nn.Sequential(model.head, nn.Tanh())
+    settings = {"kind": grace.ConfigError if last else grace.RankError, "optimizer": sgd, "plan": plan}
+    said = refusal(unmeasured, model, (args, kwargs), loss_fn, stages=2, microbatches=2, **settings)
+    assert ("for another model" if last else "rank 1 refused to start: the plan is for another model") in said
 
 
 @on_ranks()

@@ -12,7 +12,7 @@ from grace.bench.report.figures import Figure, Look, Panel, bars, height_of_bars
 from grace.bench.report.page import recorded, section, write_page
 from grace.core.quantities import byte_unit
 from grace.pipeline.planning import pipeline_plan
-from grace.pipeline.planning.simulation import simulate
+from grace.pipeline.planning.simulation import simulate_schedule
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
 from grace.planner.problem import Problem, methods_of
@@ -91,7 +91,7 @@ def _scaling(predictions: Mapping[str, Line], x: str, now: float | None) -> Pane
     return partial(lines, x=x, y="ms of a step", series=series, looks=looks_of(series), log="xy", along={":": now})
 
 
-def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console], None]) -> Path:
+def write_pipeline(path: Path, plan: pipeline_plan.PipelinePlan, show: Callable[[Console], None]) -> Path:
     """Write a pipeline's plan: what is shown on a console, the schedule with its bubbles, and memory by rank."""
     title = f"Pipeline of {len(plan.stages)} stages on {plan.world_size} ranks"
     drawn = [
@@ -118,9 +118,9 @@ def write_pipeline(path: Path, plan: pipeline_plan.Plan, show: Callable[[Console
     return write_page(path, "Grace pipeline plan", [section(title, {}, recorded(show), drawn)])
 
 
-def _draw_schedule(plan: pipeline_plan.Plan, axes: Axes) -> None:
+def _draw_schedule(plan: pipeline_plan.PipelinePlan, axes: Axes) -> None:
     """Draw computations over the time of a step; replicas of a stage have one row."""
-    played = simulate(plan.schedule, plan.stages, plan.microbatches)
+    played = simulate_schedule(plan.schedule, plan.stages, plan.microbatches)
     looks: dict[str, Look] = {"F": {"color": "C0", "label": "forward"}, "B": {"color": "C1", "label": "backward"}}
     for event in played.events:
         width = 1e3 * (event.end - event.start)

@@ -23,7 +23,7 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.exchange_prediction import strategy_document
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipedream import read_graph
-from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, Plan
+from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, PipelinePlan
 from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
 from grace.planner.costs import DefaultCodecs
@@ -206,7 +206,7 @@ def show(
 ) -> None:
     """Show a plan: stages, replicas, times, memory, idle time, and the bytes that cross each cut."""
     check_outputs(html, sources=[plan])
-    found = Plan.load(plan)
+    found = PipelinePlan.load(plan)
     print_plan(found, standard_output())
     if html is not None:
         from grace.cli.pages import write_pipeline
@@ -244,7 +244,7 @@ def check(
     ] = None,
 ) -> None:
     """Check that a plan's file is valid, and made for this model and this number of ranks."""
-    found = Plan.load(plan)
+    found = PipelinePlan.load(plan)
     if profile is not None or model is not None:
         known = load_graph(profile, model, dry=model is not None)  # times are not checked
         found.check(known, found.world_size if devices is None else devices, _versions(model))
@@ -291,7 +291,7 @@ def _versions(model: str | None) -> dict[str, str]:
     return torch_version()
 
 
-def print_plan(plan: Plan, console: Console) -> None:
+def print_plan(plan: PipelinePlan, console: Console) -> None:
     """Print a table of the stages, and a summary."""
     columns: Columns[tuple[str, ...]] = {heading: itemgetter(i) for i, heading in enumerate(HEADINGS)}
     console.print(table(plan.cells(), columns, ["nodes", "ranks"]))

@@ -19,7 +19,7 @@ from grace.errors import ConfigError
 from grace.planner.error_budget import SLACK
 from grace.planner.exchange_costs import costs_of_shards
 from grace.planner.problem import Problem, short
-from grace.planner.step_simulation import BucketCosts, Prediction, simulate
+from grace.planner.step_simulation import BucketCosts, Prediction, simulate_step
 from grace.planner.uniform_plans import assigned_strategy, shards_of, uniform_strategy
 from grace.session.sharding import Chooser
 from grace.strategy.plan import Strategy
@@ -133,7 +133,7 @@ class Greedy:
             buckets = self.costs_of(choice)
         except ConfigError:  # nobody measured it, or it cannot carry rows so
             return math.inf, math.inf, math.inf
-        step = simulate(self.problem.timeline, buckets).step * (1 + GAIN * len(set(choice)))
+        step = simulate_step(self.problem.timeline, buckets).step * (1 + GAIN * len(set(choice)))
         lost = sum(self.shares[number][v] for v, number in enumerate(choice))
         busy = sum(w.start + w.finish + sum(t.seconds for t in w.transfers) for w in buckets)
         return round(step, 9), round(lost, 9), round(busy, 12)  # rounding errors of sums must not decide

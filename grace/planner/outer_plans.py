@@ -10,7 +10,7 @@ from grace.communicators.choice import build_communicator
 from grace.planner.costs import CodecCost, DefaultCodecs
 from grace.planner.exchange_costs import costs_of_shards
 from grace.planner.problem import Problem
-from grace.planner.step_simulation import Prediction, Timeline, simulate
+from grace.planner.step_simulation import Prediction, Timeline, simulate_step
 from grace.planner.uniform_plans import shards_of
 from grace.session.sharding import Chooser
 from grace.strategy.builders import DiLoCo
@@ -39,7 +39,7 @@ def outer_plans(problem: Problem) -> dict[str, Prediction]:
     for compressor in CARRIERS:
         carrier = build_communicator(compressor, None, None, problem.ranks)
         shards = shards_of(variables, [carrier] * len(variables), Chooser())
-        alone = simulate(Timeline({}), costs_of_shards(shards, problem.ranks, costs))
+        alone = simulate_step(Timeline({}), costs_of_shards(shards, problem.ranks, costs))
         step, codec, exposed = (seconds / PERIOD for seconds in (alone.step, alone.codec, alone.exposed))
         found[DiLoCo(compressor, period=PERIOD).spec] = Prediction(
             round(compute + step, 12), compute, codec, exposed, alone.sent / PERIOD, copies + alone.memory

@@ -18,7 +18,7 @@ from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
 from grace.planner.error_budget import CLASSES, ErrorModel, allows, check_quality, class_of, shrinks
 from grace.planner.exchange_costs import Costs, codec_key, costs_of_strategy
-from grace.planner.step_simulation import Prediction, Timeline, simulate
+from grace.planner.step_simulation import Prediction, Timeline, simulate_step
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
 
@@ -70,7 +70,7 @@ class Problem:
 
     def predict(self, strategy: Strategy) -> Prediction:
         """Predict a step under a strategy. Raise ConfigError if the costs do not tell what one of its methods takes."""
-        return simulate(self.timeline, costs_of_strategy(strategy, self.costs))
+        return simulate_step(self.timeline, costs_of_strategy(strategy, self.costs))
 
     def share(self, method: "ExchangeMethod", variable: Variable) -> float:
         """Return the part of its bound that a method loses of a variable: at most 1 is within it, and infinite where it

@@ -96,7 +96,7 @@ class Prediction:
     events: Sequence[Event] = field(default=(), repr=False, compare=False)
 
 
-def simulate(timeline: Timeline, buckets: Sequence[BucketCosts]) -> Prediction:
+def simulate_step(timeline: Timeline, buckets: Sequence[BucketCosts]) -> Prediction:
     """Predict a step.
 
     Args:
@@ -105,7 +105,7 @@ def simulate(timeline: Timeline, buckets: Sequence[BucketCosts]) -> Prediction:
 
     >>> timeline = Timeline({"b": 0.1, "w": 0.2}, forward=0.1, backward=0.2)
     >>> send = Transfer("allreduce", seconds=0.15)
-    >>> simulate(timeline, [BucketCosts(("b",), transfers=(send,)), BucketCosts(("w",), transfers=(send,))]).step
+    >>> simulate_step(timeline, [BucketCosts(("b",), transfers=(send,)), BucketCosts(("w",), transfers=(send,))]).step
     0.5
     """
     return _SimulatedStep(timeline, buckets).run()

@@ -9,7 +9,7 @@ import pytest
 
 from grace.bench.common.text import of_bytes
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import PipelinePlan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.planner.network import Links
 from tests.pipeline.graphs import chain
@@ -31,7 +31,7 @@ def run(folder, *args, code=0):
 def test_a_pipeline_is_planned_shown_and_checked(tmp_path):
     asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB", "--bandwidth", "1gbit", "--schedule", "1f1b")
     said = run(tmp_path, "plan", *asked, "--compressor", "topk(ratio=0.01)", "-o", "plan.json")
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = PipelinePlan.load(tmp_path / "plan.json")
     assert (plan.world_size, plan.schedule, plan.batch, plan.limit) == (4, "1f1b", 128, 16e9)
     assert f"Wrote plan.json: {len(plan.stages)} stages for 4 ranks" in said
     shown = run(tmp_path, "show", "plan.json")
@@ -57,15 +57,15 @@ def test_data_parallelism_is_named_where_it_is_faster(tmp_path):
 def test_what_is_given_is_kept(tmp_path):
     asked = ("-n", "4", "--profile", PROFILE, "--batch", "64", "--microbatches", "4-8", "-o", "plan.json")
     run(tmp_path, "plan", *asked, "--replicas", "1,2,1", "--recompute", "--nodes", "2", "--inside", "100gbit")
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = PipelinePlan.load(tmp_path / "plan.json")
     assert (plan.replicas, plan.batch, plan.recompute) == ((1, 2, 1), 64, True)
     assert plan.microbatches in (4, 8)
     run(tmp_path, "plan", *asked, "--cut", "node12,node23", "--replicas", "1-2", "--schedule", "gpipe", "--keep")
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = PipelinePlan.load(tmp_path / "plan.json")
     assert [stage.nodes[-1] for stage in plan.stages][:2] == ["node12", "node23"]
     assert plan.recompute is False
     run(tmp_path, "plan", *asked, "--stages", "2,4", "--schedule", "gpipe,1f1b", "--layout", "stages")
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = PipelinePlan.load(tmp_path / "plan.json")
     assert (plan.layout, len(plan.stages) in (2, 4), len(set(plan.replicas))) == ("stages", True, 1)
 
 
@@ -78,7 +78,7 @@ def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
 
     def planned(*choice):
         run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", *choice, "-o", "plan.json")
-        plan = Plan.load(tmp_path / "plan.json")
+        plan = PipelinePlan.load(tmp_path / "plan.json")
         return plan.compressor, [stage.exchange for stage in plan.stages]
 
     plain, quick = planned(), planned("--compressor", sparse)
@@ -96,7 +96,7 @@ def test_a_plan_is_drawn(tmp_path, schedule):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     asked = ("-n", "4", "--profile", PROFILE, "--memory", "16GB")
     run(tmp_path, "plan", *asked, "--schedule", schedule, "-o", "plan.json")
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = PipelinePlan.load(tmp_path / "plan.json")
     assert "Wrote plan.html" in run(tmp_path, "show", "plan.json", "--html", "plan.html")
     page = (tmp_path / "plan.html").read_text()
     drawings = [ElementTree.fromstring(svg) for svg in pictures(page)]
@@ -214,7 +214,7 @@ def test_a_models_graph_is_shown_and_planned_with_elsewhere(models):
 def test_a_plan_of_a_dry_run_is_for_the_model_that_is_run(models, made):
     name = f"nets_of_a_test:{made}"
     run(models, "plan", "--model", name, "--dry", "-n", "4", "--stages", "2", "-o", "p.json")
-    plan = Plan.load(models / "p.json")
+    plan = PipelinePlan.load(models / "p.json")
     assert (len(plan.stages), plan.batch, plan.versions["torch"][:2]) == (2, 16, "2.")
     real = "net" if made == "meta" else made
     assert run(models, "check", "p.json", "--model", f"nets_of_a_test:{real}").startswith("p.json: 2 stages for 4")

@@ -16,7 +16,7 @@ from grace.errors import GraceError
 from grace.launch.cluster import Resources
 from grace.pipeline.planning import pipedream
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.planning.pipeline_plan import Plan, Stage
+from grace.pipeline.planning.pipeline_plan import PipelinePlan, Stage
 from grace.strategy import schema
 from tests.cli.test_calibration_file import MADE
 from tests.support.examples import examples
@@ -47,7 +47,7 @@ RESOURCES = {
     ],
     "ssh": {"default": {"username": "me", "port": 22, "key_file": "~/.ssh/id", "shared_envs": {"A": "B"}}},
 }
-PLAN = Plan(
+PLAN = PipelinePlan(
     "k" * 64,
     (Stage(("a", "b"), (0, 1), ("b",), 1.0, 0.01, 0.02, 0.001), Stage(("c",), (2, 3))),
     batch=8,
@@ -132,7 +132,7 @@ DOCUMENTS = {
         *(ANY | JSON | mutated(RESOURCES), Resources.load, write_resources, checked_resources, ["json", "yaml"]),
     ),
     "calibration": (ANY | mutated(MADE.to_dict()), read_calibration, Calibration.write, used_calibration, ["json"]),
-    "plan": (ANY | mutated(PLAN), Plan.load, Plan.save, lambda plan: (plan, str(plan)), ["json"]),
+    "plan": (ANY | mutated(PLAN), PipelinePlan.load, PipelinePlan.save, lambda plan: (plan, str(plan)), ["json"]),
     "graph": (mutated(GRAPH) | mutated(PIPEDREAM), pipedream.read_graph, Graph.save, lambda graph: graph.key, ["json"]),
 }
 """Documents by kind: drawn ones, their reader and writer, and what must be equal when one is written and read again."""
@@ -162,7 +162,7 @@ def test_a_document_is_refused_by_file_or_survives_a_round_trip(kind, data):
             assert facts(read(again)) == facts(found)
 
 
-@pytest.mark.parametrize("read", [Plan.load, Graph.load, Resources.load, schema.load])
+@pytest.mark.parametrize("read", [PipelinePlan.load, Graph.load, Resources.load, schema.load])
 @pytest.mark.parametrize("text", ["[" * 100_000, f'{{"graph": {"9" * 5000}}}', '{"a": 1e999}', "\ud800"])
 def test_no_text_gets_beyond_the_reader_of_documents(tmp_path, read, text):
     path = tmp_path / "file.json"

@@ -8,7 +8,7 @@ import pytest
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pipeline.planning.exchange_prediction import LEAST, Exchanges
-from grace.pipeline.planning.pipeline_plan import Plan, Stage
+from grace.pipeline.planning.pipeline_plan import PipelinePlan, Stage
 from grace.pipeline.planning.rank_layout import Devices, groups_of
 from grace.planner.costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
@@ -25,7 +25,7 @@ def made():
 
 def test_plans_are_read_as_they_were_written(made, tmp_path):
     made.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == made
+    assert PipelinePlan.load(tmp_path / "plan.json") == made
     made.check(GRAPH, 3)
     assert made.limit == 1e9
     assert made.compressor == "topk(ratio=0.01)"
@@ -67,18 +67,18 @@ def test_damaged_plans_are_refused(made, change, says, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**made.to_dict(), **change}))
     with pytest.raises(ConfigError, match=says):
-        Plan.load(path)
+        PipelinePlan.load(path)
     document = made.to_dict()
     del document["stages"][0]["nodes"]
     with pytest.raises(ConfigError, match=r"the plan, stages\[0\].nodes: is missing"):
-        Plan.from_dict(document)
+        PipelinePlan.from_dict(document)
     document = made.to_dict()
     document["stages"][0]["nodes"] = []
     with pytest.raises(ConfigError, match="stage 0 has no nodes"):
-        Plan.from_dict(document)
+        PipelinePlan.from_dict(document)
     path.write_text("no")
     with pytest.raises(ConfigError, match="is not JSON"):
-        Plan.load(path)
+        PipelinePlan.load(path)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_damaged_plans_are_refused(made, change, says, tmp_path):
 def test_plans_that_cannot_run_are_refused(ranks, more, says):
     stages = tuple(Stage((f"n{i}",), own) for i, own in enumerate(ranks))
     with pytest.raises(ConfigError, match=says):
-        Plan("k", stages, batch=8, microbatches=4, **more)
+        PipelinePlan("k", stages, batch=8, microbatches=4, **more)
 
 
 def test_ranks_of_layouts():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from grace.errors import ConfigError
 from grace.pipeline.planning.pipeline_plan import Stage
 from grace.pipeline.planning.schedules import SCHEDULES, Action, actions_of, schedule_error
-from grace.pipeline.planning.simulation import simulate
+from grace.pipeline.planning.simulation import simulate_schedule
 
 NAMES = {"FORWARD": "F", "FULL_BACKWARD": "B"}
 
@@ -61,14 +61,16 @@ def test_every_stage_computes_every_microbatch_once(name):
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_uniform_stages_take_what_formulas_say(stages, microbatches):
     for name in SCHEDULES:
-        step = simulate(name, [timed(1.0, 2.0)] * stages, microbatches)
+        step = simulate_schedule(name, [timed(1.0, 2.0)] * stages, microbatches)
         assert step.seconds == pytest.approx((microbatches + stages - 1) * 3.0)
         assert step.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
 def test_crossing_is_seen_once_for_each_stage_and_direction_in_one_microbatch():
-    assert simulate("1f1b", [timed(1.0, 2.0, crossing=9.0, returning=9.0)], 1).seconds == 3.0
-    assert simulate("gpipe", [timed(1.0, 2.0, crossing=0.5, returning=0.25)] * 3, 1).seconds == 3 * 3.0 + 2 * 0.75
+    assert simulate_schedule("1f1b", [timed(1.0, 2.0, crossing=9.0, returning=9.0)], 1).seconds == 3.0
+    assert (
+        simulate_schedule("gpipe", [timed(1.0, 2.0, crossing=0.5, returning=0.25)] * 3, 1).seconds == 3 * 3.0 + 2 * 0.75
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -80,7 +82,7 @@ def test_steps_are_as_long_as_their_longest_stage_and_slower_parts_slow_them(nam
         return
     number = st.floats(0, 10)
     stages = [timed(*(data.draw(number) for _ in range(4))) for _ in range(count)]
-    step = simulate(name, stages, many)
+    step = simulate_schedule(name, stages, many)
     for stage, times in enumerate(stages):
         own = [e for e in step.events if e.stage == stage]
         assert all(one.end <= other.start + 1e-9 for one, other in pairwise(own))
@@ -94,7 +96,7 @@ def test_steps_are_as_long_as_their_longest_stage_and_slower_parts_slow_them(nam
         if kind == "B" and stage + 1 < count:
             assert event.start >= events["B", stage + 1, m].end + stages[stage].returning - 1e-6
     slower = [timed(t.forward + 1, t.backward, t.crossing, t.returning) for t in stages]
-    assert simulate(name, slower, many).seconds >= step.seconds
+    assert simulate_schedule(name, slower, many).seconds >= step.seconds
 
 
 @pytest.mark.parametrize(

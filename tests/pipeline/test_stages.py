@@ -17,7 +17,7 @@ from grace.pipeline.planning.predict import predict_cut
 from grace.pipeline.planning.rank_layout import Devices
 from grace.pipeline.planning.schedules import schedule_error
 from grace.pipeline.planning.search import SearchOptions, search
-from grace.pipeline.planning.simulation import simulate
+from grace.pipeline.planning.simulation import simulate_schedule
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut, StageSearch
 from grace.planner.costs import DefaultCodecs
@@ -111,7 +111,9 @@ def test_the_search_of_stages_with_as_many_replicas_equals_brute_force(data):
     made = predict_cut(space, setting, found)
     assert made.world_size == 4
     assert set(made.replicas) == {2}
-    assert simulate(made.schedule, made.stages, made.microbatches).seconds == pytest.approx(made.seconds - made.exposed)
+    assert simulate_schedule(made.schedule, made.stages, made.microbatches).seconds == pytest.approx(
+        made.seconds - made.exposed
+    )
 
 
 def test_a_uniform_chain_is_split_evenly():

@@ -11,7 +11,7 @@ from grace.core.variable import Variable
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import DENSE, Costs, costs_of_shards
 from grace.planner.network import Links
-from grace.planner.step_simulation import BucketCosts, Timeline, Transfer, most_sent, simulate
+from grace.planner.step_simulation import BucketCosts, Timeline, Transfer, most_sent, simulate_step
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by
@@ -24,7 +24,7 @@ def sends(*seconds, **more):
 
 
 def step(works, timeline=TIMELINE):
-    return simulate(timeline, works)
+    return simulate_step(timeline, works)
 
 
 def test_nothing_to_exchange():

@@ -13,7 +13,7 @@ from grace.errors import ConfigError
 from grace.planner.exchange_costs import Costs, costs_of_shards, costs_of_strategy
 from grace.planner.network import Network
 from grace.planner.problem import methods_of
-from grace.planner.step_simulation import BucketCosts, Timeline, simulate
+from grace.planner.step_simulation import BucketCosts, Timeline, simulate_step
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
@@ -79,7 +79,7 @@ class Exchanges:
     ) -> float:
         """Return the seconds of a step whose gradients are ready as ``timeline`` says; by default those of the exchange
         alone, which begins when all gradients are there."""
-        return min(simulate(timeline, one).step for one in self._bucket_costs(variables, replicas, network))
+        return min(simulate_step(timeline, one).step for one in self._bucket_costs(variables, replicas, network))
 
     def grace_bytes(self, variables: Sequence[Variable], replicas: int) -> float:
         """Return the bytes of memories and buffers on a rank."""

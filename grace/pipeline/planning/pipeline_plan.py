@@ -55,7 +55,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """A pipeline.
 
     Attributes:
@@ -74,8 +74,8 @@ class Plan:
         limit: bytes of a device; None if no limit was given.
         versions: versions of the plan's form and of the packages that wrote it.
 
-    >>> plan = Plan("k", (Stage(("a",), (0, 1)), Stage(("b",), (2,))), batch=8, microbatches=4)
-    >>> plan.world_size, plan.replicas, plan.stage_and_replica(1), Plan.from_dict(plan.to_dict()) == plan
+    >>> plan = PipelinePlan("k", (Stage(("a",), (0, 1)), Stage(("b",), (2,))), batch=8, microbatches=4)
+    >>> plan.world_size, plan.replicas, plan.stage_and_replica(1), PipelinePlan.from_dict(plan.to_dict()) == plan
     (3, (2, 1), (0, 1), True)
     """
 
@@ -160,7 +160,7 @@ class Plan:
         return documents.to_plain(self)
 
     @classmethod
-    def from_dict(cls, document: object, source: str = "the plan") -> "Plan":
+    def from_dict(cls, document: object, source: str = "the plan") -> "PipelinePlan":
         """Return the plan of a JSON document.
 
         Raises:
@@ -179,7 +179,7 @@ class Plan:
         documents.write(path, self.to_dict())
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
+    def load(cls, path: str | Path) -> "PipelinePlan":
         """Return the plan in a file.
 
         Raises:

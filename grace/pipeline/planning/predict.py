@@ -2,28 +2,28 @@
 
 from collections.abc import Sequence
 
-from grace.pipeline.planning.pipeline_plan import Plan, Stage
+from grace.pipeline.planning.pipeline_plan import PipelinePlan, Stage
 from grace.pipeline.planning.rank_layout import groups_of
 from grace.pipeline.planning.schedules import micro_batches_in_flight
-from grace.pipeline.planning.simulation import simulate
+from grace.pipeline.planning.simulation import simulate_schedule
 from grace.pipeline.planning.stage_costs import Setting, Space
 from grace.pipeline.planning.stage_search import StageCut
 from grace.planner.step_simulation import Timeline
 
 
-def predict_cut(space: Space, setting: Setting, cut: StageCut) -> Plan | None:
+def predict_cut(space: Space, setting: Setting, cut: StageCut) -> PipelinePlan | None:
     """Return the plan of a cut; None if its memory does not suffice."""
     memory = memory_of(space, setting, cut)
     if max(memory) > space.limit * (1 + 1e-12):
         return None
     groups = groups_of(setting.layout, cut.replicas)
     stages = [_predicted_stage(space, setting, cut, groups, stage) for stage in range(len(groups))]
-    simulated = simulate(setting.schedule, stages, setting.microbatches)
+    simulated = simulate_schedule(setting.schedule, stages, setting.microbatches)
     updates = [float(space.parameters[run]) * space.update for run in cut.bounds]
     done = [seconds + update for seconds, update in zip(simulated.done, updates, strict=True)]
     seconds = max(one + stage.exchange for one, stage in zip(done, stages, strict=True))
     by_rank = {rank: nbytes for nbytes, group in zip(memory, groups, strict=True) for rank in group}
-    return Plan(
+    return PipelinePlan(
         space.graph.key,
         tuple(stages),
         batch=space.batch,

@@ -13,7 +13,7 @@ from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import blocks, cut_at
 from grace.pipeline.planning.exchange_prediction import Exchanges
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import PipelinePlan
 from grace.pipeline.planning.predict import memory_of, predict_cut
 from grace.pipeline.planning.rank_layout import LAYOUTS, Devices
 from grace.pipeline.planning.schedules import SCHEDULES, schedule_error
@@ -105,6 +105,10 @@ class SearchOptions:
     fewer: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("stages", "replicas", "microbatches", "blocks", "schedule", "cuts"):
+            given = getattr(self, name)
+            if isinstance(given, Iterator):  # it could be read once only
+                raise ConfigError(f"{name} must be one value, or a list of several, not a {type(given).__name__}")
         for schedule in self.schedules:
             if schedule not in SCHEDULES:
                 raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
@@ -160,7 +164,7 @@ def _possible(numbers: Numbers) -> set[int] | None:
 
 def search_plan(
     graph: Graph, devices: int, batch: int, links: Network | Costs, options: SearchOptions | None = None
-) -> Plan:
+) -> PipelinePlan:
     """Return the plan with the shortest predicted step.
 
     Args:
@@ -189,7 +193,7 @@ def search_plan(
     else:
         block_counts = [len(options.cuts) + 1]
     least = math.ceil(devices * LEAST_USED) if options.fewer else devices
-    found: list[Plan] = []
+    found: list[PipelinePlan] = []
     refused = [ConfigError("blocks= must be at least one number")]
     for used, most in itertools.product(range(devices, least - 1, -1), block_counts):
         space = space_of(graph, used, batch, links, options, most)
@@ -245,10 +249,10 @@ class _Candidate(NamedTuple):
     number: int
     search: StageSearch
     cut: StageCut
-    plan: Plan
+    plan: PipelinePlan
 
 
-def search(space: Space, options: SearchOptions) -> Plan:
+def search(space: Space, options: SearchOptions) -> PipelinePlan:
     """Return the plan of a space with the shortest predicted step.
 
     Raises:
@@ -290,7 +294,7 @@ def _is_near(one: StageSearch, other: StageSearch) -> bool:
     return same and a != b and 0.5 <= a.microbatches / b.microbatches <= 2
 
 
-def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> Plan:
+def _refine(space: Space, candidate: _Candidate, near: Sequence[Setting]) -> PipelinePlan:
     """Return the plan after moves of one or two blocks, or ranks, to a neighbouring stage, and to settings near by, as
     long as the step gets shorter."""
     cut, best = candidate.cut, candidate.plan

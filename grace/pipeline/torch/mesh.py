@@ -11,7 +11,7 @@ import torch.distributed as dist
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.waits import waiting
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import PipelinePlan
 from grace.torch.parameters import as_bytes
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Backend | None]] = (
@@ -55,7 +55,7 @@ class Mesh:
         device: the device that this rank computes on.
     """
 
-    def __init__(self, plan: Plan, backend: Backend, device: torch.device):
+    def __init__(self, plan: PipelinePlan, backend: Backend, device: torch.device):
         self.backend = backend
         self.device = device
         self.rank = backend.rank

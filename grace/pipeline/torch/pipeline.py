@@ -19,7 +19,7 @@ from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.errors import ConfigError, ExchangeError, warn
 from grace.exchange.tracing import recorder
 from grace.pipeline.planning.exchange_prediction import strategy_document
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import PipelinePlan
 from grace.pipeline.planning.search import Numbers, SearchOptions
 from grace.pipeline.torch import node_costs, pipeline_state
 from grace.pipeline.torch.atomic_subcomponents import CapturedBatch
@@ -85,7 +85,7 @@ class Pipeline:
         blocks: number of blocks that stages are made from; several are tried each, 32 and 128 if left out.
         memory: bytes of a device; no limit if left out. ``memory_margin`` of them stays free.
         links: the network between ranks (:class:`grace.planner.network.Links`, or ``Costs``); 10 Gbit/s if left out.
-        plan: a :class:`~grace.pipeline.planning.pipeline_plan.Plan`, or a file: written if it is not there, or
+        plan: a :class:`~grace.pipeline.planning.pipeline_plan.PipelinePlan`, or a file: written if it is not there, or
             else read.
         inputs: the rows that each rank passes. "replica": all ranks of a replica pass that replica's rows; "global":
             all ranks pass the whole batch; "rank0": rank 0's batch counts. By default "replica", which needs equally
@@ -134,7 +134,7 @@ class Pipeline:
         memory: float | None = None,
         memory_margin: float = 0.1,
         links: Network | Costs | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
+        plan: PipelinePlan | str | os.PathLike[str] | None = None,
         inputs: str | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         whole: Sequence[str] = (),
@@ -185,7 +185,7 @@ class Pipeline:
         self._failure = ""
         """Error that ended a call of this rank in the middle; empty if there was none."""
         self._built: dict[Hashable, BuiltStage] = {}
-        self.plan: Plan | None = None
+        self.plan: PipelinePlan | None = None
         self.steps = 0
         self.init = init
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -217,7 +217,8 @@ class Pipeline:
             plan = from_root(lambda: given_plan(self.user_plan))  # the file is on rank 0's host
             if plan is None:
                 plan = self._search_plan(batch)
-        plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
+        with failing_together(self.backend, "a pipeline"):  # one rank alone may have another model or torch
+            plan.check(batch.atoms.graph(batch.rows), self.backend.size, torch_version())
         # 3. make the groups of ranks, and this rank's part of the model
         self.mesh = mesh = Mesh(plan, self.backend, self.device)
         self.inputs = self.user_inputs or ("replica" if mesh.equal_replicas else "global")
@@ -239,7 +240,7 @@ class Pipeline:
             broadcast_parameters(unequal_tensors, 0, mesh.stage_backend)
         self.plan = plan  # the model counts as cut from here on
 
-    def _search_plan(self, batch: CapturedBatch) -> Plan:
+    def _search_plan(self, batch: CapturedBatch) -> PipelinePlan:
         """Return a new plan, the same on all ranks, and write it to the user's file.
 
         All ranks measure the model at once, as they will compute at once, which takes longer on one machine than alone.
@@ -251,7 +252,7 @@ class Pipeline:
         # a model on meta may be larger than this machine's memory: nothing is run
         update = 0.0 if on_meta else update_seconds(self.make_optimizer, self.device)
 
-        def search() -> Plan:
+        def search() -> PipelinePlan:
             """Search a plan with rank 0's costs, and save it."""
             strategy = chosen_strategy(self.options)
             options = dataclasses.replace(

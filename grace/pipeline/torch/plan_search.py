@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import PipelinePlan
 from grace.pipeline.planning.search import SearchOptions, nearest_refusal, search_plan
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links, Network
@@ -31,7 +31,7 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 def search_plan_by_throughput(
     graph: Graph, ranks: int, rows: int, each: bool, links: Network | Costs | None, options: SearchOptions
-) -> Plan:
+) -> PipelinePlan:
     """Return the plan with the most rows per second, of an example of so many rows. With ``each`` these are one
     replica's, so that all stages have equally many replicas unless the user gives a number for each; else they are all
     replicas'. The network is :data:`DEFAULT_LINKS` if ``links`` is None.
@@ -52,7 +52,7 @@ def search_plan_by_throughput(
                 "its own replica's rows. Stages with different numbers of replicas take rows of the whole batch: "
                 'grace.torch.Pipeline(..., inputs="global"), and every rank passes the whole batch'
             )
-    plans = list[Plan]()
+    plans = list[PipelinePlan]()
     refused = [ConfigError(f"{ranks} ranks cannot have {options.replicas} replicas of every stage")]
     # each number of replicas is another batch, so that steps are compared by rows per second
     for replicas in counts:
@@ -132,17 +132,17 @@ def update_seconds(make_optimizer: MakeOptimizer, device: torch.device) -> float
     return undisturbed(seconds) / p.nbytes
 
 
-def given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+def given_plan(plan: PipelinePlan | str | os.PathLike[str] | None) -> PipelinePlan | None:
     """Return the user's plan, or the plan of the user's file; None if there is none yet.
 
     Raises:
         ConfigError: the argument is neither a plan nor a file, or the file has no plan.
     """
-    if plan is None or isinstance(plan, Plan):
+    if plan is None or isinstance(plan, PipelinePlan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):
-        raise ConfigError(f"plan= must be a file or a Plan, not {plan!r}")
-    return Plan.load(Path(plan)) if Path(plan).exists() else None
+        raise ConfigError(f"plan= must be a file or a PipelinePlan, not {plan!r}")
+    return PipelinePlan.load(Path(plan)) if Path(plan).exists() else None
 
 
 def torch_version() -> dict[str, str]:

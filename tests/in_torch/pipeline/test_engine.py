@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import grace
-from grace.pipeline.planning.pipeline_plan import Plan
+from grace.pipeline.planning.pipeline_plan import PipelinePlan
 from grace.pipeline.planning.search import SearchOptions, search_plan
 from grace.pipeline.torch import node_costs
 from grace.pipeline.torch.plan_search import search_plan_by_throughput, state_bytes
@@ -44,7 +44,7 @@ def model_of(make=unmeasured, **settings):
         ({"schedule": "2f2b"}, "schedule '2f2b' is unknown; there are gpipe"),
         ({"microbatches": 0}, "microbatches must be a whole number of at least 1, not 0"),
         ({"inputs": "some"}, "inputs must be one of replica"),
-        ({"plan": 3}, "plan= must be a file or a Plan"),
+        ({"plan": 3}, "plan= must be a file or a PipelinePlan"),
         (
             {"stages": 1, "memory": 100.0},
             r"a rank of stage 0 \(linear to .*\) needs [0-9.]+ \w?B, and may use 90 B: .* missing",
@@ -56,6 +56,7 @@ def model_of(make=unmeasured, **settings):
         ({"memory": "16GB"}, "memory must be a number of bytes above 0, as 16e9, not '16GB'"),
         ({"memory": float("nan")}, "memory must be a number of bytes above 0, as 16e9, not nan"),
         ({"memory_margin": 10}, "memory_margin must be a share from 0 to below 1, not 10"),
+        ({"stages": (n for n in (1, 2))}, "stages must be one value, or a list of several, not a generator"),
         ({"recompute": "no"}, "recompute must be True, False or None, not 'no'"),
     ],
 )
@@ -185,7 +186,7 @@ def test_a_plan_of_a_dry_run_is_run(tmp_path):
         search_plan(graph, 2, ROWS, Links(1e9), SearchOptions(stages=2, microbatches=2)).save(file)
     engine = model_of(plan=file)
     engine.step(*args, target)
-    assert dataclasses.replace(engine.plan, versions={}) == dataclasses.replace(Plan.load(file), versions={})
+    assert dataclasses.replace(engine.plan, versions={}) == dataclasses.replace(PipelinePlan.load(file), versions={})
     assert engine.stage == grace.rank()
 
 
@@ -204,14 +205,27 @@ def test_a_plan_is_written_and_read_and_refused(tmp_path):
     file, (args, _, target) = tmp_path / "plan.json", batch("Residual")
     engine = model_of(plan=file, stages=2, microbatches=2, schedule="1f1b")
     first, plan = engine.step(*args, target).item(), engine.plan
-    assert Plan.load(file) == plan
+    assert PipelinePlan.load(file) == plan
     assert (plan.replicas, plan.microbatches, plan.schedule) == ((1, 1), 2, "1f1b")
     engine = model_of(plan=file)  # what it says counts
     assert (engine.step(*args, target).item(), engine.plan) == (first, plan)
     document = json.loads(file.read_text())
     older = {**document, "versions": {**document["versions"], "torch": "1.0"}}
-    assert "is of torch 1.0" in refusal(model_of, plan=Plan.from_dict(older))
-    assert "for another model" in refusal(model_of, plan=Plan.from_dict({**document, "model": "other"}))
+    assert "is of torch 1.0" in refusal(model_of, plan=PipelinePlan.from_dict(older))
+    assert "for another model" in refusal(model_of, plan=PipelinePlan.from_dict({**document, "model": "other"}))
+
+
+@on_ranks()
+@pytest.mark.parametrize("given", [True, False], ids=["a plan", "searched"])
+def test_a_rank_with_another_model_is_named_before_any_stage_is_made(given):
+    (args, kwargs, _), last = batch("Residual"), grace.rank() == 1
+    plan = model_of(stages=2, microbatches=2).plan if given else None
+    model = made("Residual")
+    if last:
+        model.head = nn.Sequential(model.head, nn.Tanh())
+    settings = {"kind": grace.ConfigError if last else grace.RankError, "optimizer": sgd, "plan": plan}
+    said = refusal(unmeasured, model, (args, kwargs), loss_fn, stages=2, microbatches=2, **settings)
+    assert ("for another model" if last else "rank 1 refused to start: the plan is for another model") in said
 
 
 @on_ranks()

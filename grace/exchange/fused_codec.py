@@ -441,8 +441,7 @@ class DoubleBuffer:
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
-        self.factors[:] = [(beta, gamma) for beta, _, gamma in recalled]
-        residuals = [residual for _, residual, _ in recalled]
+        self.factors[:, 0], residuals, self.factors[:, 1] = zip(*recalled, strict=True)
         # The usual step: all residuals are in the buffer that was written last.
         if all([found is own for found, own in zip(residuals, self.buffers[self.newest], strict=True)]):
             source, target = self.newest, 1 - self.newest

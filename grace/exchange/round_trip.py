@@ -602,11 +602,8 @@ class RoundTrip:
         Raises:
             PayloadError: a payload cannot be decoded; the message names the rank, the variable and the method.
         """
-        if wait:
-            while self.advance():
-                pass
-            if not self.stopped:
-                self.wait()
+        if wait and not self.stopped:
+            self.wait()
         began = time.perf_counter()
         if self.error is not None:
             raise self.error
@@ -712,7 +709,7 @@ class RoundTrip:
             header.evaluate(ranks)
             if header.refused is not None:
                 raise self.errors.withheld_by(*header.refused)
-        if not all([all(finite) for finite in numbers[count:]]):
+        if not all(map(all, numbers[count:])):
             received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
             for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
             now = [not all(bool(self.kernels.all_finite(tensor)) for tensor in tensors) for tensors in for_each]

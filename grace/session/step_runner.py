@@ -361,8 +361,8 @@ class StepRunner:
     def check_step_stamps(
         self, trips: Sequence[AnyRoundTrip], backend: Backend, hyperparameters: Facts | None = None
     ) -> None:
-        """Raise StepError (desync) if the headers of completed round trips say that ranks are out of step. Every rank
-        calls it with the same round trips.
+        """Raise StepError (desync) if the headers of completed round trips, which were read, say that ranks are out of
+        step. Every rank calls it with the same round trips.
 
         Args:
             trips: the round trips.
@@ -372,7 +372,6 @@ class StepRunner:
         Raises:
             StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
         """
-        resolve_headers(trips)
         for trip in trips:
             if trip.header.hyperparameters_differ:
                 mine = self.callbacks.hyperparameters() if hyperparameters is None else hyperparameters
@@ -589,6 +588,7 @@ class StepRunner:
         advance_all(self.in_flight)
         for trip in self.in_flight:
             trip.discard()
+        resolve_headers(self.in_flight)
         self.end_step([], discarded=True)
 
     def abandon(self) -> None:

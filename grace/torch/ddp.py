@@ -328,6 +328,7 @@ class DDPState(PythonReducerMixin):
         self.open = False
         self.outcomes = []
         self.trips = []
+        resolve_headers(trips)
         try:
             self.runner.check_step_stamps(trips, self.runner.channel)
         except StepError:

@@ -338,7 +338,7 @@ class Session:
                 "made distributed, which settled what is exchanged. Resize it before grace.DistributedOptimizer, or "
                 "call optimizer.close() and make the optimizer distributed anew"
             )
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        count = sum([len(group["params"]) for group in self.optimizer.param_groups])
         if count != self.parameter_count:
             self._check_appended()
             self.parameter_count = count
@@ -430,6 +430,8 @@ class Session:
         size = self.runner.backend.size
         self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
         """Factor that aggregates are multiplied with, by the communicator's id."""
+        self.in_place = all(factor == 1.0 for factor in self.factors.values())
+        """True if no aggregate is multiplied, so that one that was written into ``p.grad`` is complete."""
         rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].whole.sparse]
         self.partly_exchanged = [
             name for name, parts in rows if 0 < sum(shard.outer is not None for shard in parts) < len(parts)
@@ -571,13 +573,12 @@ class Session:
         """Await the exchanges begun, and write their means into ``p.grad``."""
         self.check_unchanged_gradients()  # before the means overwrite them
         with self.abandoning_on_error():
-            outcomes = self.runner.finish_step(self._output_views)
+            outcomes = self.runner.finish_step(self.outs)
         rows = self._local_rows() if self.partly_exchanged else {}
         views = self.output_views
-        in_place = all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
             value = outcome.value
-            if in_place and value is not None and views.get(outcome.variable.name) is value:
+            if self.in_place and value is not None and views.get(outcome.variable.name) is value:
                 continue  # the aggregate was written into p.grad already
             shard = self.runner.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
@@ -718,7 +719,7 @@ class Session:
         if rounds.needs_anchors():
             rounds.take_anchors()
 
-    def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
+    def outs(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this
         rank; None for all others."""
         exact = bucket.communicator.compressor.traits.exact

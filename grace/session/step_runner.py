@@ -479,7 +479,7 @@ class StepRunner:
         try:
             self.check_step_stamps(self.in_flight, self.channel)
         except StepError:
-            self.abandon()
+            self.abort()
             raise
         # Ranks may have begun buckets in different orders: the thread must get them in one.
         delayed = [trip for trip in self.in_flight if isinstance(trip, DelayedRoundTrip)]
@@ -509,7 +509,7 @@ class StepRunner:
         5. unless the caller waits for the optimizer's step, which may never use the means that ``synchronize()``
            wrote. Then state stays staged until :meth:`commit_waiting`.
 
-        An error rolls back instead (:meth:`abandon`). State that lives longer than a step has owners of its own: that
+        An error rolls back instead (:meth:`abort`). State that lives longer than a step has owners of its own: that
         of delayed round trips is committed when they encode, because nothing can stop their payloads
         (:mod:`grace.exchange.delayed`); that of outer rounds when a round ends (:mod:`grace.session.outer_rounds`); and
         FSDP's reduce-scatter closes its own steps (``grace.torch.reduce_scatter``).
@@ -591,7 +591,7 @@ class StepRunner:
         resolve_headers(self.in_flight)
         self.end_step([], discarded=True)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Drop the round trips under way, which the engine has given up, and roll back their state."""
         for trip in self.in_flight:
             if isinstance(trip, DelayedRoundTrip):

@@ -332,7 +332,7 @@ class DDPState(PythonReducerMixin):
         try:
             self.runner.check_step_stamps(trips, self.runner.channel)
         except StepError:
-            self.runner.abandon()
+            self.runner.abort()
             self.uses.end_exchange(overflowed=True)
             raise
         discarded = self.uses.end_exchange(any([outcome.overflow for outcome in outcomes]))
@@ -353,7 +353,7 @@ class DDPState(PythonReducerMixin):
 
     def _discard_step(self) -> None:
         """Discard all results of this step."""
-        self.runner.abandon()
+        self.runner.abort()
         self.uses.end_exchange(overflowed=True)
         self.outcomes = []
         self.trips = []

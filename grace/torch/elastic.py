@@ -49,7 +49,7 @@ class OptimizerState(StateHandler):
     def restore(self) -> None:
         """Restore the last commit."""
         session = self.value._grace
-        session.abandon()  # exchanges in progress belong to the step that failed
+        session.abort()  # exchanges in progress belong to the step that failed
         saved = self.saved["grace"]
         context = session.context
         # The commit is of this process, so its memories fit, whatever number its rank has now.

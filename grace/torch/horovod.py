@@ -181,7 +181,7 @@ class HorovodSession(Session):
     def discard_started(self) -> None:
         """Await the exchanges begun, and discard their results."""
         if self.runner.in_flight:  # collectives that were started must end on all ranks
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.runner.discard()
         self.reset_step()
 
@@ -217,16 +217,16 @@ class HorovodSession(Session):
         """True if gradients are being exchanged, by Grace or by Horovod."""
         return super().in_progress or bool(self.optimizer._handles)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
-        super().abandon()
+        super().abort()
         self.reset_step()
 
     def rejoin(self) -> None:
         """Adapt to other ranks: discard the exchanges in progress, and all state that was only valid among the former
         ranks."""
         former = self.context.size
-        self.abandon()
+        self.abort()
         self.backend.rejoin()
         self.runner.rejoin()
         self._index_buckets()  # the factor of sums is the number of ranks

@@ -188,9 +188,9 @@ class HookedSession(Session):
             self.auto.exchanged()
         self.synchronized = True
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
-        super().abandon()
+        super().abort()
         self._reset()
 
     def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
@@ -240,7 +240,7 @@ class HookedSession(Session):
             self._warn_of_moved_parameters()
             for bucket in self.runner.buckets[len(self.runner.in_flight) :]:
                 self.start_bucket(bucket)
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.runner.discard()
         self._reset()
         self.synchronized = False

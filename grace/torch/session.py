@@ -513,11 +513,11 @@ class Session:
             versions.append(0 if gradient is None else gradient._version)
         # To notice gradients that are changed before the means arrive.
         self.gradient_versions[bucket.index] = held, versions
-        with self.abandoning_on_error():
+        with self.aborting_on_error():
             self.runner.start_round_trip(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
-    def abandoning_on_error(self) -> Iterator[None]:
+    def aborting_on_error(self) -> Iterator[None]:
         """Abandon the exchanges in progress if the engine fails in this context, so that the state of the last good
         step can be saved."""
         try:
@@ -525,12 +525,12 @@ class Session:
         except PayloadError:  # the engine works, and all ranks drop the step together
             raise
         except ExchangeError:
-            self.abandon()
+            self.abort()
             raise
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
-        self.runner.abandon()
+        self.runner.abort()
 
     # -- means that no step has used yet ---------------------------------------------------------------
     #
@@ -572,7 +572,7 @@ class Session:
     def wait_and_write_means(self) -> list[Outcome]:
         """Await the exchanges begun, and write their means into ``p.grad``."""
         self.check_unchanged_gradients()  # before the means overwrite them
-        with self.abandoning_on_error():
+        with self.aborting_on_error():
             outcomes = self.runner.finish_step(self.outs)
         rows = self._local_rows() if self.partly_exchanged else {}
         views = self.output_views
@@ -664,14 +664,14 @@ class Session:
     def run_rounds(self) -> None:
         """Run the outer rounds that are due after this iteration."""
         if self.outer_rounds is not None and not self.in_progress:
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.outer_rounds.run_due()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal parameters."""
         if self.outer_rounds is not None:
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.outer_rounds.flush()
 
     @contextlib.contextmanager

@@ -78,7 +78,7 @@ def exchanged(shards, variables, ranks, rank, by_ring=False, steps=4, concatenat
         try:
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload
-            runner.abandon()
+            runner.abort()
         sent.append(runner.traffic.sent_bytes - before[0])
         payloads.append(sum(runner.traffic.payload_bytes.values()) - before[1])
     runner.close()

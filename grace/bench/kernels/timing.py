@@ -217,9 +217,9 @@ class Exchanged:
         return all(isinstance(codec, FusedCodec) for codec in codecs)
 
     def encode(self) -> None:
-        """Encode the first payloads of a step, and abandon the step."""
+        """Encode the first payloads of a step, and abort the step."""
         self.start()
-        self.runner.abandon()
+        self.runner.abort()
 
     def __call__(self) -> None:
         """Make a step."""
@@ -231,7 +231,7 @@ class Exchanged:
         try:
             self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
-            self.runner.abandon()
+            self.runner.abort()
             raise
 
     def start(self) -> None:
@@ -241,7 +241,7 @@ class Exchanged:
                 mine = [self.tensors[variable.name][0] for variable in bucket.variables]
                 self.runner.start_round_trip(bucket, mine, [True] * len(mine))
         except RuntimeError:
-            self.runner.abandon()
+            self.runner.abort()
             raise
 
 

@@ -26,9 +26,10 @@ from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.agreement import DRIFTED, ESTIMATED, compare_facts, first_difference
+from grace.session.bucketing import make_buckets
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.outer_rounds import Held, OuterRounds
-from grace.session.sharding import Shard, hierarchical, make_buckets, uncompressed
+from grace.session.sharding import Shard, hierarchical, uncompressed
 from grace.session.versions import versions
 
 AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip

@@ -24,12 +24,13 @@ from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise
+from grace.session.bucketing import cut_into_buckets
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import hyperparameter_facts, momentum_owners
 from grace.session.metrics import metrics
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, cut_into_buckets
+from grace.session.sharding import Shard
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
@@ -690,7 +691,7 @@ def register_ddp_hook(
             memories begin with the compression.
         seed: seed of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, the best number that
-            :class:`~grace.session.bucketing.Limits` finds for the model, or one of DDP's buckets if that is less.
+            :class:`~grace.session.bucket_limits.Limits` finds, or one of DDP's buckets if that is less.
 
     Returns:
         The hook's state, with ``state_dict()``, ``full_state_dict()``, ``load_state_dict()``, ``traffic``.

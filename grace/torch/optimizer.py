@@ -400,7 +400,7 @@ def DistributedOptimizer(
             methods that apply momentum, and not for ``strategy="auto"``.
         seed: seed of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, enough to keep the link busy
-            (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
+            (:class:`grace.session.bucket_limits.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: largest number of bytes of gradient that share a collective, before compression.
         compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod. All other values are
             refused, because ``compressor`` is Grace's.

@@ -19,7 +19,7 @@ from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.exchange_costs import DENSE, Costs, codec_key, costs_of_shards, costs_of_strategy
 from grace.planner.network import Links, MeasuredNetwork
 from grace.planner.step_simulation import most_sent
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan

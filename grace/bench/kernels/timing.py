@@ -22,7 +22,7 @@ from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.fused_codec import FusedCodec
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import AnyRoundTrip

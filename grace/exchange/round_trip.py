@@ -774,14 +774,6 @@ class RoundTrip:
         return self.backend.engine_error(operation, f" at step {self.context.step}", error)
 
 
-def round_trip_of(contribution: Contribution) -> RoundTrip:
-    """Return the round trip of a bucket, which is not started: the communicator's own, if its class defines
-    ``begin(contribution)``."""
-    communicator = contribution.bucket.communicator
-    begun: RoundTrip = RoundTrip(contribution) if communicator.begin is None else communicator.begin(contribution)
-    return begun
-
-
 def advance_all(trips: Sequence[Any]) -> None:
     """Start the remaining legs of round trips: the second leg of each, then the third of each, and so on."""
     # The list makes any() call advance() of every trip, so that ranks start the same collectives in one order.

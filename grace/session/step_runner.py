@@ -21,7 +21,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve_headers
-from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, round_trip_of
+from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -335,7 +335,8 @@ class StepRunner:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
             facts = list(self.callbacks.hyperparameters()) if bucket.carries_stamps else ()
             return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
-        return round_trip_of(contribution)
+        trip: RoundTrip = (bucket.communicator.begin or RoundTrip)(contribution)  # ``begin`` makes a user's own
+        return trip
 
     def finish_step(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Finish all round trips under way, in order, and end the step: commit state, or roll it back.

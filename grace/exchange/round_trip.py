@@ -187,7 +187,7 @@ class RoundTrip:
     2. ``start`` calls ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire.
        The header has a status for each variable and, in one bucket of each step, this rank's step stamp.
     3. ``start`` calls ``advance``, which starts the collective of the route's first leg.
-    4. ``start`` calls ``codec.remember``: memories are updated with the parts that payloads left out, while bytes
+    4. ``start`` calls ``codec.update_memory``: memories are updated with the parts that payloads left out, while bytes
        travel.
     5. ``advance`` for each further leg: await the leg before, read the headers received, make the buffer that this
        leg carries, start its collective. If there is nothing to send, which all ranks know, the trip is stopped.
@@ -277,7 +277,7 @@ class RoundTrip:
             self.advance()
         began = time.perf_counter()
         try:
-            self.codec.remember()
+            self.codec.update_memory()
         except Exception as error:  # raised by a user's memory or compressor
             if not sends:
                 raise

@@ -329,7 +329,7 @@ class RoundTrip:
         if leg.carries is Carries.DIGESTS:
             return self._numbers(self.codec.layouts[0].digests())
         if leg.carries is Carries.SIZES:
-            return self._sizes(leg)
+            return self._sizes()
         if leg.carries is Carries.MEANS:
             return self._sized_means(leg) if arrived is Carries.SIZES else self._means(leg)
         if leg.carries is Carries.SUMS:
@@ -417,7 +417,7 @@ class RoundTrip:
         self.bucket.compared = True
         return True
 
-    def _sizes(self, leg: Leg) -> Tensor | None:
+    def _sizes(self) -> Tensor | None:
         """Return the sizes of the payload tensors that the next leg carries."""
         if self._position < 0:
             return self._numbers(self.codec.layouts[0].sizes())

@@ -27,7 +27,7 @@ from grace.backends.runtime import current
 from grace.errors import warn
 from grace.session import checkpoint, state_schema
 from grace.torch.horovod_patches import unnamed_counts
-from grace.torch.parameters import broadcast_optimizer_state
+from grace.torch.initial_sync import broadcast_optimizer_state
 from grace.torch.state_dict import StateMixin, load_state, rank_state
 
 

@@ -24,14 +24,10 @@ from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.hooks import not_compiled
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
+from grace.torch.initial_sync import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.non_member import NonMemberMixin
-from grace.torch.parameters import (
-    NamedParameters,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    sparse_names,
-)
+from grace.torch.parameters import NamedParameters, sparse_names
 from grace.torch.pickling import allow_steps
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin

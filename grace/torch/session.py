@@ -39,12 +39,11 @@ from grace.torch.auto import copies, driver_of
 from grace.torch.fsdp_layout import ShardGroup, find_layouts
 from grace.torch.gradient_uses import UnusedMeans
 from grace.torch.gradients import dense_gradient, gradient_rows
-from grace.torch.initial_sync import initial_facts, initial_tensors
+from grace.torch.initial_sync import broadcast_parameters, initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
 from grace.torch.local_model import TorchModel
 from grace.torch.parameters import (
     NamedParameters,
-    broadcast_parameters,
     check_momentum,
     check_optimizer,
     find_sparse_parameters,

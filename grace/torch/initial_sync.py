@@ -156,15 +156,29 @@ def broadcast_optimizer_state(
     """
     backend = current() if backend is None else backend
     skeleton, tensors = _extract_tensors(torch.optim.Optimizer.state_dict(optimizer))
-    facts = [(tuple(t.shape), t.dtype, str(t.device)) for t in tensors]
+    facts = tensor_facts(tensors)
     with compared(backend, "broadcast_optimizer_state", partial(_describe_root, root, root_rank, backend.size)):
         root = chosen_root(root, root_rank, backend.size)
         skeleton, facts = backend.allgather_object((skeleton, facts) if backend.rank == root else None)[root]
     if backend.rank != root:
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in facts]
+        tensors = empty_tensors(facts, optimizer)
     tensors = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     broadcast_parameters([(str(i), tensor) for i, tensor in enumerate(tensors)], root, backend)
     torch.optim.Optimizer.load_state_dict(optimizer, _insert_tensors(skeleton, tensors))
+
+
+def tensor_facts(tensors: Iterable[torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
+    """Return the shape, the dtype and the kind of device of each tensor."""
+    return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
+
+
+def empty_tensors(
+    facts: Iterable[tuple[tuple[int, ...], torch.dtype, str]], optimizer: torch.optim.Optimizer
+) -> list[torch.Tensor]:
+    """Return uninitialized tensors like those that :func:`tensor_facts` describes, on the devices of this rank's
+    parameters: the root has another GPU of the node."""
+    own = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
+    return [torch.empty(shape, dtype=dtype, device=own.get(kind, kind)) for shape, dtype, kind in facts]
 
 
 class _TensorIndex(int):

@@ -40,21 +40,21 @@ class Handle:
         later: Callable[[], object] | None = None,
     ):
         self._wait, self.works = wait, works
-        self._result: Callable[[], Any] = later or (lambda: result)
+        self._filled, self._later = result, later
 
     def wait(self) -> Any:
         """Block until the collective is done; return its result."""
         self._wait()
-        return self._result()
+        return self.result()
 
     def result(self) -> Any:
         """Return the result of a collective that is known to be done."""
-        return self._result()
+        return self._filled if self._later is None else self._later()
 
     def map(self, function: Callable[[Any], object]) -> "Handle":
         """Return a handle whose result is ``function`` of this handle's result. It is called once, when the result is
         first asked for."""
-        return Handle(self._wait, works=self.works, later=functools.cache(lambda: function(self._result())))
+        return Handle(self._wait, works=self.works, later=functools.cache(lambda: function(self.result())))
 
     @staticmethod
     def all(handles: "list[Handle]") -> "Handle":

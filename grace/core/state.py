@@ -146,6 +146,8 @@ class State(MutableMapping[str, Value]):
 
     def commit(self) -> None:
         """Make the staged writes and deletions permanent."""
+        if not self._staged:
+            return
         self._committed.update(self._staged)
         for name in [name for name, value in self._staged.items() if value is _Deleted]:
             del self._committed[name]

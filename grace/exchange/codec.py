@@ -28,10 +28,10 @@ class PerVariableCodec:
     there is one wire. A round trip calls, in this order:
 
     - ``encode``, once: compensate and compress gradients; return the wires with their headers, joined;
-    - ``remember``, once, while bytes travel: update the memory with the parts that payloads left out;
+    - ``update_memory``, once, while bytes travel: update the memory with the parts that payloads left out;
     - ``next_round``, for methods of several rounds: take the sum of a round's wires, and return the next wire;
     - ``average`` and ``write_means``, if this rank is an owner or the root: decode all ranks' payloads, and encode the
-      mean; then ``remember_means``, while bytes travel;
+      mean; then ``update_mean_memory``, while bytes travel;
     - ``decode``, once: decode the wires of the last leg into ``outs``.
 
     Args:
@@ -222,7 +222,7 @@ class PerVariableCodec:
                 return zeros, [*statuses[:i], refused, *statuses[i + 1 :]]
         return by_owner, statuses
 
-    def remember(self) -> None:
+    def update_memory(self) -> None:
         """Update the memory with the parts that payloads left out (error feedback), unless payloads were withheld.
         Methods of several rounds update it in :meth:`decode`."""
         # A withheld payload was not sent: as if it had no gradient, this rank keeps the memory as it is.
@@ -343,7 +343,7 @@ class PerVariableCodec:
         layout = Layout.from_payloads(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
         return self.padded(layout.pack(payloads, statuses, stamps), self.layouts), layout
 
-    def remember_means(self, kept: Sequence[bool]) -> None:
+    def update_mean_memory(self, kept: Sequence[bool]) -> None:
         """Update the memory of means with the parts that the payloads of means left out.
 
         Args:
@@ -356,9 +356,9 @@ class PerVariableCodec:
                 with recorder.phase("update", variable=name):
                     memory.update(mean, name, compressor, *encoded)
             else:
-                self.forget_mean(name)
+                self.roll_back_mean(name)
 
-    def forget_mean(self, name: str) -> None:
+    def roll_back_mean(self, name: str) -> None:
         """Roll back the state that the memory of means has of a variable."""
         assert self.mean_compression is not None
         for part in self.mean_compression.memory.named_components().values():

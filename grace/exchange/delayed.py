@@ -20,7 +20,7 @@ from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.header import Flag, Header
-from grace.exchange.round_trip import BucketProgram, RoundTrip
+from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -184,6 +184,7 @@ class Pending:
         of_means = round_trip.communicator.mean_compression
         states = [] if of_means is None else [part.state for part in of_means.memory.named_components().values()]
         try:
+            advance_all([round_trip])
             self.outcomes = round_trip.finish([None] * len(round_trip.names))
             check([round_trip], round_trip.backend, self.hyperparameters)
         except (PayloadError, StepError):

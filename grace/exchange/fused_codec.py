@@ -183,9 +183,9 @@ class FusedCodec(PerVariableCodec):
         """Subtract the numbers that are still to be subtracted from the residuals of all pieces."""
         self.kernel_codec.finish(self._rows_of_pieces(rows) if self.owners > 1 else rows, subtrahends)
 
-    def remember(self) -> None:
+    def update_memory(self) -> None:
         if not self.fused:
-            super().remember()
+            super().update_memory()
 
     # -- means -----------------------------------------------------------------------------------------
 
@@ -239,14 +239,14 @@ class FusedCodec(PerVariableCodec):
             layout.write_header(self.means_wire, statuses, stamps)
         return self.means_wire, layout
 
-    def remember_means(self, kept: Sequence[bool]) -> None:
+    def update_mean_memory(self, kept: Sequence[bool]) -> None:
         if not self.means_fused:
-            super().remember_means(kept)
+            super().update_mean_memory(kept)
             return
         self.mean_residuals.store()
         for keep, name in zip(kept, self.names, strict=True):
             if not keep:
-                self.forget_mean(name)
+                self.roll_back_mean(name)
 
     # -- decoding --------------------------------------------------------------------------------------
 
@@ -441,8 +441,7 @@ class DoubleBuffer:
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
-        self.factors[:] = [(beta, gamma) for beta, _, gamma in recalled]
-        residuals = [residual for _, residual, _ in recalled]
+        self.factors[:, 0], residuals, self.factors[:, 1] = zip(*recalled, strict=True)
         # The usual step: all residuals are in the buffer that was written last.
         if all([found is own for found, own in zip(residuals, self.buffers[self.newest], strict=True)]):
             source, target = self.newest, 1 - self.newest

@@ -359,13 +359,15 @@ def compare_stamps(
         late = [rank for rank, steps in behind.items() if steps]
         steps = {rank: context.step + most_steps - steps for rank, steps in behind.items()}
         return f"{_describe_steps(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
-    # Steps are equal: a rank that cleared gradients more often than others has left backward() out.
+    # Steps are equal: a rank that cleared gradients more often than others has left backward() out, or cleared them
+    # once more, which looks the same from here.
     cleared_ahead = {rank: _signed(theirs.cleared - mine.cleared) for rank, theirs in intact.items()}
     least = min(cleared_ahead.values())
     early = [rank for rank, cleared in cleared_ahead.items() if cleared > least]
     if early:
         where = _describe_steps({rank: context.step + n - least for rank, n in cleared_ahead.items()}, call)
-        return f"{where}: {call(early)} called optimizer.zero_grad() and left out backward(). {ADVICE}", False
+        why = "left out backward(), or cleared once more than the others: clear on all ranks alike"
+        return f"{where}: {call(early)} called optimizer.zero_grad() and {why}. {ADVICE}", False
     return f"the optimizer's hyperparameters differ at step {context.step}", True
 
 

@@ -86,7 +86,7 @@ class MeanEncoder:
             buffer, self.layout = self.codec.write_means(statuses, stamps if self.bucket.carries_stamps else ())
         if self.program.size > 1 or not rooted:
             self.count([self.layout], buffer)
-        self.codec.remember_means(kept)
+        self.codec.update_mean_memory(kept)
         return buffer
 
     def sizes(self) -> list[int]:
@@ -149,13 +149,13 @@ class MeanEncoder:
         if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
             withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)
             statuses = [one + k.cast(more > 0, "float32") for one, more in zip(statuses, withheld, strict=True)]
-        self.header.read([k.full(statuses, "float32", flags[0])], self._forget_means)
+        self.header.read([k.full(statuses, "float32", flags[0])], self._roll_back_means)
         return statuses
 
-    def _forget_means(self, statuses: list[list[float]]) -> None:
+    def _roll_back_means(self, statuses: list[list[float]]) -> None:
         for name, number in zip(self.names, statuses[0], strict=True):
             if number != PRESENT:
-                self.codec.forget_mean(name)
+                self.codec.roll_back_mean(name)
 
     def _refusal(self, like: Tensor) -> Tensor:
         """Return a wire of means without payloads, whose status refuses one variable."""

@@ -205,7 +205,7 @@ class MergeCodec(PerVariableCodec):
             k.join([k.take_rows(codes, mine), k.zeros((rest,), "int32", codes) + self.places.codes]),
         ]
 
-    def remember(self) -> None:
+    def update_memory(self) -> None:
         """Do nothing: memories are updated in :meth:`decode`, once the kept sums are known."""
 
     # -- at the owner ----------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class MergeCodec(PerVariableCodec):
         nothing: list[Payload] = [[] for _ in self.names[1:]]
         return self.layout_of_means.pack([self.means_payload, *nothing], statuses, stamps), self.layout_of_means
 
-    def remember_means(self, kept: Sequence[bool]) -> None:
+    def update_mean_memory(self, kept: Sequence[bool]) -> None:
         """Do nothing: entries that owners drop stay in their senders' memories."""
 
     # -- everywhere ------------------------------------------------------------------------------------
@@ -263,10 +263,10 @@ class MergeCodec(PerVariableCodec):
         with payload_of(variable=name):
             total = k.scatter_add(k.flat(out), where, values, 1.0)
         with recorder.phase("update", variable=name):
-            self._update_memory(i, total, name)
+            self._update_merged(i, total, name)
         return k.reshape(total, tuple(variable.shape))
 
-    def _update_memory(self, i: int, total: Tensor, name: str) -> None:
+    def _update_merged(self, i: int, total: Tensor, name: str) -> None:
         """Update the memory as if only those of this rank's entries were sent that are part of a kept sum."""
         k, (values, indices) = self.kernels, self.sent[i]
         sums = k.gather(total, indices)

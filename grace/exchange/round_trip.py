@@ -187,7 +187,7 @@ class RoundTrip:
     2. ``start`` calls ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire.
        The header has a status for each variable and, in one bucket of each step, this rank's step stamp.
     3. ``start`` calls ``advance``, which starts the collective of the route's first leg.
-    4. ``start`` calls ``codec.remember``: memories are updated with the parts that payloads left out, while bytes
+    4. ``start`` calls ``codec.update_memory``: memories are updated with the parts that payloads left out, while bytes
        travel.
     5. ``advance`` for each further leg: await the leg before, read the headers received, make the buffer that this
        leg carries, start its collective. If there is nothing to send, which all ranks know, the trip is stopped.
@@ -277,7 +277,7 @@ class RoundTrip:
             self.advance()
         began = time.perf_counter()
         try:
-            self.codec.remember()
+            self.codec.update_memory()
         except Exception as error:  # raised by a user's memory or compressor
             if not sends:
                 raise
@@ -329,7 +329,7 @@ class RoundTrip:
         if leg.carries is Carries.DIGESTS:
             return self._numbers(self.codec.layouts[0].digests())
         if leg.carries is Carries.SIZES:
-            return self._sizes(leg)
+            return self._sizes()
         if leg.carries is Carries.MEANS:
             return self._sized_means(leg) if arrived is Carries.SIZES else self._means(leg)
         if leg.carries is Carries.SUMS:
@@ -417,7 +417,7 @@ class RoundTrip:
         self.bucket.compared = True
         return True
 
-    def _sizes(self, leg: Leg) -> Tensor | None:
+    def _sizes(self) -> Tensor | None:
         """Return the sizes of the payload tensors that the next leg carries."""
         if self._position < 0:
             return self._numbers(self.codec.layouts[0].sizes())
@@ -602,11 +602,8 @@ class RoundTrip:
         Raises:
             PayloadError: a payload cannot be decoded; the message names the rank, the variable and the method.
         """
-        if wait:
-            while self.advance():
-                pass
-            if not self.stopped:
-                self.wait()
+        if wait and not self.stopped:
+            self.wait()
         began = time.perf_counter()
         if self.error is not None:
             raise self.error
@@ -712,7 +709,7 @@ class RoundTrip:
             header.evaluate(ranks)
             if header.refused is not None:
                 raise self.errors.withheld_by(*header.refused)
-        if not all([all(finite) for finite in numbers[count:]]):
+        if not all(map(all, numbers[count:])):
             received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
             for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
             now = [not all(bool(self.kernels.all_finite(tensor)) for tensor in tensors) for tensors in for_each]
@@ -775,14 +772,6 @@ class RoundTrip:
         elsewhere."""
         operation = f"the exchange of {self.bucket.describe()}"
         return self.backend.engine_error(operation, f" at step {self.context.step}", error)
-
-
-def round_trip_of(contribution: Contribution) -> RoundTrip:
-    """Return the round trip of a bucket, which is not started: the communicator's own, if its class defines
-    ``begin(contribution)``."""
-    communicator = contribution.bucket.communicator
-    begun: RoundTrip = RoundTrip(contribution) if communicator.begin is None else communicator.begin(contribution)
-    return begun
 
 
 def advance_all(trips: Sequence[Any]) -> None:

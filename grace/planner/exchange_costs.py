@@ -16,7 +16,8 @@ from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import CodecCost
 from grace.planner.network import KINDS, Network
 from grace.planner.step_simulation import BucketCosts, Transfer
-from grace.session.sharding import Shard, make_buckets
+from grace.session.bucketing import make_buckets
+from grace.session.sharding import Shard
 from grace.strategy.execution import make_shards
 from grace.strategy.plan import Strategy
 

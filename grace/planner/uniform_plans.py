@@ -6,8 +6,9 @@ from dataclasses import replace
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.variable import Variable
-from grace.session.bucketing import Limits
-from grace.session.sharding import Chooser, Shard, make_buckets
+from grace.session.bucket_limits import Limits
+from grace.session.bucketing import make_buckets
+from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder, Cluster
 from grace.strategy.plan import ShardPlan, Strategy, VariablePlan
 from grace.strategy.sync import Sync

@@ -145,7 +145,7 @@ class ByHand:
             try:
                 outcomes = self.runner.finish_step(lambda bucket: [None] * len(bucket.variables))
             except BaseException:
-                self.runner.abandon()
+                self.runner.abort()
                 raise
             remaining = iter(outcomes)
             for other in together:
@@ -274,7 +274,7 @@ class ByHand:
         runner, self.runner, self.buckets, self.begun = self.runner, None, {}, []
         if runner is not None:
             if runner.in_progress:
-                runner.abandon()
+                runner.abort()
             runner.close()
 
     # -- checkpoints -----------------------------------------------------------------------------------

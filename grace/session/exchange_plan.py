@@ -9,7 +9,7 @@ from grace.core.backend import Backend
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import Outer
 from grace.core.variable import Variable
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.sharding import Shard, uniform
 
 

@@ -25,7 +25,7 @@ from grace.core.variable import Variable
 from grace.errors import PayloadError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header
-from grace.exchange.round_trip import RoundTrip, round_trip_of
+from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -135,9 +135,10 @@ class HierarchicalRoundTrip:
         self.header = within.header
         if self.hierarchy.leads:
             of_node = Contribution(self.bucket, reduced, found, self.guards_state, self.traffic)
-            self.over_leaders = round_trip_of(of_node)
-            self.over_leaders.start()
-            self.header = self.over_leaders.header
+            trip: RoundTrip = (self.communicator.begin or RoundTrip)(of_node)
+            self.over_leaders = trip
+            trip.start()
+            self.header = trip.header
 
     # -- within the node -------------------------------------------------------------------------------
 
@@ -158,6 +159,7 @@ class HierarchicalRoundTrip:
     def _means_of_node(self, within: RoundTrip, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[bool]]:
         """Wait for the sum over the node, and return the gradients that its leader contributes, and True for each
         variable that a rank of the node has a gradient of."""
+        advance_all([within])
         outcomes = within.finish([None] * len(gradients))
         if within.header.out_of_step:
             # All collectives of this step must still be run with the other nodes; the leaders' stamps inform these.

@@ -34,7 +34,8 @@ from grace.exchange.round_trip import RoundTrip
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.agreement import gather_or_raise
-from grace.session.sharding import Shard, make_buckets
+from grace.session.bucketing import make_buckets
+from grace.session.sharding import Shard
 from grace.session.state_schema import checksum
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.errors import ConfigError
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Settings:
     Args:
         reduction: mean or sum.
         bucket_bytes: bytes on the wire per collective.
-        group_bytes: bytes of gradient per collective. Without either, :class:`~grace.session.bucketing.Limits` has the
-            rule.
+        group_bytes: bytes of gradient per collective. Without either, :class:`~grace.session.bucket_limits.Limits` has
+            the rule.
         seed: seed of the random numbers of stochastic methods.
         sparse_as_dense: True to exchange sparse gradients as dense ones.
         broadcast: True to start from rank 0's values.

@@ -21,14 +21,15 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve_headers
-from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all, round_trip_of
+from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.agreement import DRIFTED, ESTIMATED, compare_facts, first_difference
+from grace.session.bucketing import make_buckets
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.outer_rounds import Held, OuterRounds
-from grace.session.sharding import Shard, hierarchical, make_buckets, uncompressed
+from grace.session.sharding import Shard, hierarchical, uncompressed
 from grace.session.versions import versions
 
 AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
@@ -334,7 +335,8 @@ class StepRunner:
             # When ranks compare this step's stamps, the optimizer may have stepped on.
             facts = list(self.callbacks.hyperparameters()) if bucket.carries_stamps else ()
             return DelayedRoundTrip(contribution, self.exchange_thread(), facts)
-        return round_trip_of(contribution)
+        trip: RoundTrip = (bucket.communicator.begin or RoundTrip)(contribution)  # ``begin`` makes a user's own
+        return trip
 
     def finish_step(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Finish all round trips under way, in order, and end the step: commit state, or roll it back.
@@ -361,8 +363,8 @@ class StepRunner:
     def check_step_stamps(
         self, trips: Sequence[AnyRoundTrip], backend: Backend, hyperparameters: Facts | None = None
     ) -> None:
-        """Raise StepError (desync) if the headers of completed round trips say that ranks are out of step. Every rank
-        calls it with the same round trips.
+        """Raise StepError (desync) if the headers of completed round trips, which were read, say that ranks are out of
+        step. Every rank calls it with the same round trips.
 
         Args:
             trips: the round trips.
@@ -372,7 +374,6 @@ class StepRunner:
         Raises:
             StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
         """
-        resolve_headers(trips)
         for trip in trips:
             if trip.header.hyperparameters_differ:
                 mine = self.callbacks.hyperparameters() if hyperparameters is None else hyperparameters
@@ -480,7 +481,7 @@ class StepRunner:
         try:
             self.check_step_stamps(self.in_flight, self.channel)
         except StepError:
-            self.abandon()
+            self.abort()
             raise
         # Ranks may have begun buckets in different orders: the thread must get them in one.
         delayed = [trip for trip in self.in_flight if isinstance(trip, DelayedRoundTrip)]
@@ -510,7 +511,7 @@ class StepRunner:
         5. unless the caller waits for the optimizer's step, which may never use the means that ``synchronize()``
            wrote. Then state stays staged until :meth:`commit_waiting`.
 
-        An error rolls back instead (:meth:`abandon`). State that lives longer than a step has owners of its own: that
+        An error rolls back instead (:meth:`abort`). State that lives longer than a step has owners of its own: that
         of delayed round trips is committed when they encode, because nothing can stop their payloads
         (:mod:`grace.exchange.delayed`); that of outer rounds when a round ends (:mod:`grace.session.outer_rounds`); and
         FSDP's reduce-scatter closes its own steps (``grace.torch.reduce_scatter``).
@@ -589,9 +590,10 @@ class StepRunner:
         advance_all(self.in_flight)
         for trip in self.in_flight:
             trip.discard()
+        resolve_headers(self.in_flight)
         self.end_step([], discarded=True)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Drop the round trips under way, which the engine has given up, and roll back their state."""
         for trip in self.in_flight:
             if isinstance(trip, DelayedRoundTrip):

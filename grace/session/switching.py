@@ -17,10 +17,11 @@ from grace.exchange.sparse_codec import RowMemory
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
+from grace.session.bucketing import make_buckets
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.reshard import Partition, join_shards, without_parameters
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, make_buckets
+from grace.session.sharding import Shard
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 

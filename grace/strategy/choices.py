@@ -8,7 +8,7 @@ from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import Outer, OuterArg
 from grace.core.registry import make
 from grace.errors import ConfigError
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.exchange_plan import ExchangePlan, UniformPlan
 from grace.strategy.builder import Builder
 from grace.strategy.execution import StrategyArg, StrategyPlan

@@ -16,7 +16,7 @@ from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder

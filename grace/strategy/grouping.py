@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from grace.core.variable import Variable
-from grace.session.bucketing import Limits
-from grace.session.sharding import make_buckets
+from grace.session.bucket_limits import Limits
+from grace.session.bucketing import make_buckets
 from grace.strategy.builder import Builder, Cluster
 from grace.strategy.execution import make_shards
 from grace.strategy.plan import Strategy, VariablePlan
@@ -22,7 +22,7 @@ def group_by_kind(
     kind_of: Callable[[Variable], int],
 ) -> Strategy:
     """Return the strategy for variables of several kinds, which never share a group. Each group has ``chunk_size`` of
-    them, or else as many as a bucket of :class:`~grace.session.bucketing.Limits`.
+    them, or else as many as a bucket of :class:`~grace.session.bucket_limits.Limits`.
 
     Args:
         builder: makes the strategy.
@@ -52,7 +52,7 @@ def group_by_kind(
 
 
 def in_buckets(strategy: Strategy) -> Strategy:
-    """Return the strategy with its groups cut where :class:`~grace.session.bucketing.Limits` cut buckets.
+    """Return the strategy with its groups cut where :class:`~grace.session.bucket_limits.Limits` cut buckets.
 
     A group travels when the last of its gradients is there, so a single group of a whole model would not overlap with
     backward.

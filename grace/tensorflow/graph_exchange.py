@@ -100,7 +100,7 @@ class StepRun:
                 yield
         except BaseException:
             waits.pop(id(self), None)
-            self.runner.abandon()
+            self.runner.abort()
             raise
 
     def flat_tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
@@ -275,7 +275,7 @@ class GraphRun(StepRun):
     def _start(self, bucket: Bucket, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[tf.Tensor]:
         with self.lock:
             if self.runner.under_way(bucket):  # the step before failed before it ended
-                self.runner.abandon()
+                self.runner.abort()
                 self.outcomes = []
             self.session.broadcast_initial()
             with self.computing(), self.engine.recording() as operations:

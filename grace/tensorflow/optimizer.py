@@ -502,7 +502,7 @@ def DistributedOptimizer(
             methods that apply momentum, and not for ``strategy="auto"``.
         seed: the seed of stochastic methods' random numbers; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
-            (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
+            (:class:`grace.session.bucket_limits.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
         compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod; whatever else is refused,
             because ``compressor`` is Grace's.

@@ -236,7 +236,7 @@ class Session:
             self.choices = Choices(strategy=strategy, resources=resources)
             return
         if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
-            self.runner.abandon()
+            self.runner.abort()
         self.flush()
         self.switch(StrategyPlan(strategy, resources=resources))
         if self.auto is not None:
@@ -424,7 +424,7 @@ class Session:
         if self.runner is None:
             return None if self.saved is None else self.saved[0]
         if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
-            self.runner.abandon()
+            self.runner.abort()
         return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
 
     def slots(self) -> list[list[Tensor]] | None:
@@ -450,5 +450,5 @@ class Session:
             self.saved = (saved, memory)
             return
         if self.runner.in_progress:
-            self.runner.abandon()
+            self.runner.abort()
         self._load(saved, memory)

@@ -21,8 +21,8 @@ from grace.torch.cuda_graphs import capture
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.distributed_checkpoint import Memories
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
+from grace.torch.initial_sync import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.optimizer import DistributedOptimizer
-from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.reduce_scatter import ReduceScatterState, compress_reduce_scatter
 
 __all__ = [

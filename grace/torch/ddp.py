@@ -24,12 +24,13 @@ from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise
+from grace.session.bucketing import cut_into_buckets
 from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
 from grace.session.hyperparameters import hyperparameter_facts, momentum_owners
 from grace.session.metrics import metrics
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, cut_into_buckets
+from grace.session.sharding import Shard
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
@@ -328,10 +329,11 @@ class DDPState(PythonReducerMixin):
         self.open = False
         self.outcomes = []
         self.trips = []
+        resolve_headers(trips)
         try:
             self.runner.check_step_stamps(trips, self.runner.channel)
         except StepError:
-            self.runner.abandon()
+            self.runner.abort()
             self.uses.end_exchange(overflowed=True)
             raise
         discarded = self.uses.end_exchange(any([outcome.overflow for outcome in outcomes]))
@@ -352,7 +354,7 @@ class DDPState(PythonReducerMixin):
 
     def _discard_step(self) -> None:
         """Discard all results of this step."""
-        self.runner.abandon()
+        self.runner.abort()
         self.uses.end_exchange(overflowed=True)
         self.outcomes = []
         self.trips = []
@@ -689,7 +691,7 @@ def register_ddp_hook(
             memories begin with the compression.
         seed: seed of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, the best number that
-            :class:`~grace.session.bucketing.Limits` finds for the model, or one of DDP's buckets if that is less.
+            :class:`~grace.session.bucket_limits.Limits` finds, or one of DDP's buckets if that is less.
 
     Returns:
         The hook's state, with ``state_dict()``, ``full_state_dict()``, ``load_state_dict()``, ``traffic``.

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.step_runner import StepRunner
 from grace.torch.parameters import sparse_names
 

@@ -27,7 +27,7 @@ from grace.backends.runtime import current
 from grace.errors import warn
 from grace.session import checkpoint, state_schema
 from grace.torch.horovod_patches import unnamed_counts
-from grace.torch.parameters import broadcast_optimizer_state
+from grace.torch.initial_sync import broadcast_optimizer_state
 from grace.torch.state_dict import StateMixin, load_state, rank_state
 
 
@@ -49,7 +49,7 @@ class OptimizerState(StateHandler):
     def restore(self) -> None:
         """Restore the last commit."""
         session = self.value._grace
-        session.abandon()  # exchanges in progress belong to the step that failed
+        session.abort()  # exchanges in progress belong to the step that failed
         saved = self.saved["grace"]
         context = session.context
         # The commit is of this process, so its memories fit, whatever number its rank has now.

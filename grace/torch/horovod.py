@@ -24,14 +24,10 @@ from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.hooks import not_compiled
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
+from grace.torch.initial_sync import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.lifecycle import Closable, attach
 from grace.torch.non_member import NonMemberMixin
-from grace.torch.parameters import (
-    NamedParameters,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    sparse_names,
-)
+from grace.torch.parameters import NamedParameters, sparse_names
 from grace.torch.pickling import allow_steps
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
@@ -181,7 +177,7 @@ class HorovodSession(Session):
     def discard_started(self) -> None:
         """Await the exchanges begun, and discard their results."""
         if self.runner.in_flight:  # collectives that were started must end on all ranks
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.runner.discard()
         self.reset_step()
 
@@ -217,16 +213,16 @@ class HorovodSession(Session):
         """True if gradients are being exchanged, by Grace or by Horovod."""
         return super().in_progress or bool(self.optimizer._handles)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
-        super().abandon()
+        super().abort()
         self.reset_step()
 
     def rejoin(self) -> None:
         """Adapt to other ranks: discard the exchanges in progress, and all state that was only valid among the former
         ranks."""
         former = self.context.size
-        self.abandon()
+        self.abort()
         self.backend.rejoin()
         self.runner.rejoin()
         self._index_buckets()  # the factor of sums is the number of ranks

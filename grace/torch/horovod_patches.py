@@ -14,7 +14,7 @@ from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
 from grace.backends.horovod_torch import TorchHorovodBackend
-from grace.torch import lifecycle, parameters
+from grace.torch import initial_sync, lifecycle
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -25,7 +25,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         params: a dict, a list of tensors or of pairs, as for Horovod; or a module.
         root_rank: the rank whose values count.
     """
-    parameters.broadcast_parameters(params, root_rank, TorchHorovodBackend.named("hvd.broadcast_parameters"))
+    initial_sync.broadcast_parameters(params, root_rank, TorchHorovodBackend.named("hvd.broadcast_parameters"))
 
 
 def join(device: int = -1) -> int:
@@ -65,7 +65,7 @@ class BroadcastableState:
         optimizer = caller.f_locals["optimizer"]
         backend = TorchHorovodBackend.named("hvd.broadcast_optimizer_state")
         fresh = not optimizer.state
-        parameters.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
+        initial_sync.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
         session = optimizer._grace
         if session is not None and session.context.size == backend.size:  # a process set has other rank numbers
             runner = session.runner

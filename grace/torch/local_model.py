@@ -10,8 +10,9 @@ import torch
 from grace.core.live_instances import live_instances
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import warn
+from grace.session.bucketing import make_buckets
 from grace.session.outer_rounds import LocalModel
-from grace.session.sharding import Shard, make_buckets
+from grace.session.sharding import Shard
 from grace.torch.lifecycle import averaged_buffers
 from grace.torch.parameters import NamedParameters, local_part
 

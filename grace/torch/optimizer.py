@@ -17,6 +17,7 @@ from grace.core.communicator import CommunicatorArg, CompressorArg, MemoryArg
 from grace.core.outer import OuterArg
 from grace.core.subclassing import with_mixins
 from grace.errors import ConfigError, ExchangeError, warn
+from grace.exchange.bucket import Bucket
 from grace.exchange.tracing import recorder
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
@@ -74,7 +75,6 @@ class HookedSession(Session):
         self.waits_for_graph = False
         """True if this step's exchanges start only after the compiled graph has ended."""
         self.missing_parameters = self.bucket_parameters.copy()
-        self.next_bucket = 0
         self.gradient_versions = {}
         self.checked = False
 
@@ -135,14 +135,16 @@ class HookedSession(Session):
                 if self.waits_for_graph or (auto is not None and auto.after_backward):
                     return
                 # All ranks start buckets in index order, so that their collectives pair.
-                while self.next_bucket < len(missing) and missing[self.next_bucket] == 0:
-                    self._start_next()
+                for bucket in self.runner.buckets[len(self.runner.in_flight) :]:
+                    if missing[bucket.index] > 0:
+                        break
+                    self.start_bucket(bucket)
 
-    def _check_waiting_gradients(self) -> None:
+    def _check_waiting_gradients(self, buckets: Sequence[Bucket]) -> None:
         """Refuse changes of gradients whose bucket waits for parameters that this rank leaves out: ranks would clip by
         norms of their own, and only some ranks would notice."""
         unscaled = self.grad_scaler is not None and self.unscaled
-        for bucket in self.runner.buckets[self.next_bucket :]:
+        for bucket in buckets:
             for _, name, p, _ in self.bucket_contents[bucket.index]:
                 if self.pass_counts.get(name) != self.passes or name in self.in_graph:
                     continue
@@ -167,32 +169,28 @@ class HookedSession(Session):
             "give checkpoint use_reentrant=False, or run all passes under no_sync()"
         )
 
-    def _start_next(self) -> None:
-        """Start the exchange of the next bucket."""
-        self.start_bucket(self.runner.buckets[self.next_bucket])
-        self.next_bucket += 1
-
     def finish_exchange(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
         if self.auto is not None:
             self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
-            if self.next_bucket < len(self.runner.buckets):  # otherwise wait_and_write_means() does this check first
+            left = self.runner.buckets[len(self.runner.in_flight) :]
+            if left:  # otherwise wait_and_write_means() does this check first
                 self.check_unchanged_gradients()
-                self._check_waiting_gradients()
+                self._check_waiting_gradients(left)
             if not self.checked:
                 self.check_unchanged_optimizer()
-            while self.next_bucket < len(self.runner.buckets):
-                self._start_next()
+            for bucket in left:
+                self.start_bucket(bucket)
             self.wait_and_write_means()
             self._reset()
         if self.auto is not None:
             self.auto.exchanged()
         self.synchronized = True
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
-        super().abandon()
+        super().abort()
         self._reset()
 
     def switch_runner(self, runner: StepRunner, plan: ExchangePlan) -> None:
@@ -240,9 +238,9 @@ class HookedSession(Session):
         # Every rank that has run its backward passes completes all buckets, started or not: collectives must pair.
         if self.passes in self.pass_counts.values() and not self.synchronized:
             self._warn_of_moved_parameters()
-            while self.next_bucket < len(self.runner.buckets):
-                self._start_next()
-            with self.abandoning_on_error():
+            for bucket in self.runner.buckets[len(self.runner.in_flight) :]:
+                self.start_bucket(bucket)
+            with self.aborting_on_error():
                 self.runner.discard()
         self._reset()
         self.synchronized = False
@@ -402,7 +400,7 @@ def DistributedOptimizer(
             methods that apply momentum, and not for ``strategy="auto"``.
         seed: seed of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, enough to keep the link busy
-            (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
+            (:class:`grace.session.bucket_limits.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: largest number of bytes of gradient that share a collective, before compression.
         compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod. All other values are
             refused, because ``compressor`` is Grace's.

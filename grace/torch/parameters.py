@@ -1,16 +1,11 @@
-"""Names, variables and initial values of torch parameters."""
+"""Names, variables and settings of torch parameters."""
 
-import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from grace.backends.object_collectives import chosen_root, compared
-from grace.backends.runtime import current
-from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.live_instances import live_instances
@@ -227,137 +222,6 @@ def named_tensors(
     else:
         pairs = ((str(i), p) if isinstance(p, torch.Tensor) else p for i, p in enumerate(parameters))
     return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
-
-
-def broadcast_parameters(
-    parameters: torch.nn.Module | Mapping[str, object] | Iterable[object],
-    root: int = 0,
-    backend: Backend | None = None,
-    *,
-    root_rank: int | None = None,
-) -> None:
-    """Give every rank the root's values, in place. Every rank must call it.
-
-    Args:
-        parameters: a module (its parameters and all buffers), a state dict, (name, tensor) pairs, or tensors. Values
-            that are not tensors are skipped.
-        root: the rank whose values count.
-        backend: the engine; that of ``grace.init()`` if left out.
-        root_rank: Horovod's name of ``root``.
-
-    Raises:
-        ConfigError: ``root`` is no rank; nothing was broadcast.
-        RankError: other ranks call something else, or with tensors of other sizes; nothing was broadcast.
-
-    >>> import grace
-    >>> backend = grace.init("local")
-    >>> broadcast_parameters(torch.nn.Linear(2, 1))
-    >>> grace.shutdown()
-    """
-    backend = current() if backend is None else backend
-    pairs = named_tensors(parameters)
-    check_initialized(pairs)
-    tensors = [_without_repeats(value.detach()) for _, value in pairs if value.numel()]
-    with torch.no_grad():
-        dense = [tensor.contiguous() for tensor in tensors]
-        raw = [as_bytes(tensor) for tensor in dense]
-        # all ranks must broadcast tensors of the same sizes: the checksum stands for the list of sizes
-        sizes = zlib.crc32(repr([buffer.numel() for buffer in raw]).encode())
-        with compared(backend, f"broadcast of {sizes:08x}", partial(_describe_root, root, root_rank, backend.size)):
-            root = chosen_root(root, root_rank, backend.size)
-            # a list: all broadcasts start before the first is awaited
-            for handle in [backend.broadcast(buffer, root) for buffer in raw]:
-                handle.wait()
-        for tensor, sent in zip(tensors, dense, strict=True):
-            if sent is not tensor:  # contiguous() made a copy, into which the root's values came
-                tensor.copy_(sent)
-
-
-def _describe_root(root: int, root_rank: int | None, size: int) -> str:
-    """Return the root of a broadcast in words; raise ConfigError if it is no rank."""
-    return f"from rank {chosen_root(root, root_rank, size)}"
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as bytes, since engines do not support every dtype.
-
-    >>> as_bytes(torch.ones(1, 2)[:, 0]).tolist()
-    [0, 0, 128, 63]
-    """
-    # view(-1) may keep another stride than 1 of a tensor of one element
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that has each element in memory once. An expanded tensor has elements several times."""
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    root: int = 0,
-    backend: Backend | None = None,
-    *,
-    root_rank: int | None = None,
-) -> None:
-    """Give every rank's optimizer the root's momenta, counters and settings. Memories stay each rank's own. Every rank
-    must call it.
-
-    Args:
-        optimizer: distributed or not; the same parameters on every rank.
-        root: the rank whose state counts.
-        backend: the engine; that of ``grace.init()`` if left out.
-        root_rank: Horovod's name of ``root``.
-
-    Raises:
-        ConfigError: ``root`` is no rank; nothing was broadcast.
-        RankError: other ranks call something else; nothing was broadcast.
-
-    >>> import grace
-    >>> backend = grace.init("local")
-    >>> broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
-    >>> grace.shutdown()
-    """
-    backend = current() if backend is None else backend
-    skeleton, tensors = _extract_tensors(torch.optim.Optimizer.state_dict(optimizer))
-    facts = [(tuple(t.shape), t.dtype, str(t.device)) for t in tensors]
-    with compared(backend, "broadcast_optimizer_state", partial(_describe_root, root, root_rank, backend.size)):
-        root = chosen_root(root, root_rank, backend.size)
-        skeleton, facts = backend.allgather_object((skeleton, facts) if backend.rank == root else None)[root]
-    if backend.rank != root:
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in facts]
-    tensors = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    broadcast_parameters([(str(i), tensor) for i, tensor in enumerate(tensors)], root, backend)
-    torch.optim.Optimizer.load_state_dict(optimizer, _insert_tensors(skeleton, tensors))
-
-
-class _TensorIndex(int):
-    """Index of a tensor that was taken out of a state, in the list of all such tensors."""
-
-
-def _extract_tensors(value: object) -> tuple[object, list[torch.Tensor]]:
-    """Return a state with an index in place of each tensor, and the list of the tensors."""
-    tensors: list[torch.Tensor] = []
-
-    def strip(item: object) -> object:
-        """Replace the tensors of an item by their indices, recursively."""
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-            return _TensorIndex(len(tensors) - 1)
-        if isinstance(item, dict):
-            return {key: strip(part) for key, part in item.items()}
-        return type(item)(strip(part) for part in item) if isinstance(item, (list, tuple)) else item
-
-    return strip(value), tensors
-
-
-def _insert_tensors(value: object, tensors: list[torch.Tensor]) -> Any:
-    """Return a state with the tensors in place of their indices. Inverse of :func:`_extract_tensors`."""
-    if isinstance(value, _TensorIndex):
-        return tensors[value]
-    if isinstance(value, dict):
-        return {key: _insert_tensors(part, tensors) for key, part in value.items()}
-    return type(value)(_insert_tensors(part, tensors) for part in value) if isinstance(value, (list, tuple)) else value
 
 
 def horovod_groups(

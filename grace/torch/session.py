@@ -39,12 +39,11 @@ from grace.torch.auto import copies, driver_of
 from grace.torch.fsdp_layout import ShardGroup, find_layouts
 from grace.torch.gradient_uses import UnusedMeans
 from grace.torch.gradients import dense_gradient, gradient_rows
-from grace.torch.initial_sync import initial_facts, initial_tensors
+from grace.torch.initial_sync import broadcast_parameters, initial_facts, initial_tensors
 from grace.torch.lifecycle import check_not_distributed
 from grace.torch.local_model import TorchModel
 from grace.torch.parameters import (
     NamedParameters,
-    broadcast_parameters,
     check_momentum,
     check_optimizer,
     find_sparse_parameters,
@@ -338,7 +337,7 @@ class Session:
                 "made distributed, which settled what is exchanged. Resize it before grace.DistributedOptimizer, or "
                 "call optimizer.close() and make the optimizer distributed anew"
             )
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        count = sum([len(group["params"]) for group in self.optimizer.param_groups])
         if count != self.parameter_count:
             self._check_appended()
             self.parameter_count = count
@@ -430,6 +429,8 @@ class Session:
         size = self.runner.backend.size
         self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
         """Factor that aggregates are multiplied with, by the communicator's id."""
+        self.in_place = all(factor == 1.0 for factor in self.factors.values())
+        """True if no aggregate is multiplied, so that one that was written into ``p.grad`` is complete."""
         rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].whole.sparse]
         self.partly_exchanged = [
             name for name, parts in rows if 0 < sum(shard.outer is not None for shard in parts) < len(parts)
@@ -511,11 +512,11 @@ class Session:
             versions.append(0 if gradient is None else gradient._version)
         # To notice gradients that are changed before the means arrive.
         self.gradient_versions[bucket.index] = held, versions
-        with self.abandoning_on_error():
+        with self.aborting_on_error():
             self.runner.start_round_trip(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
-    def abandoning_on_error(self) -> Iterator[None]:
+    def aborting_on_error(self) -> Iterator[None]:
         """Abandon the exchanges in progress if the engine fails in this context, so that the state of the last good
         step can be saved."""
         try:
@@ -523,12 +524,12 @@ class Session:
         except PayloadError:  # the engine works, and all ranks drop the step together
             raise
         except ExchangeError:
-            self.abandon()
+            self.abort()
             raise
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Discard the exchanges in progress, which the engine has given up."""
-        self.runner.abandon()
+        self.runner.abort()
 
     # -- means that no step has used yet ---------------------------------------------------------------
     #
@@ -570,14 +571,13 @@ class Session:
     def wait_and_write_means(self) -> list[Outcome]:
         """Await the exchanges begun, and write their means into ``p.grad``."""
         self.check_unchanged_gradients()  # before the means overwrite them
-        with self.abandoning_on_error():
-            outcomes = self.runner.finish_step(self._output_views)
+        with self.aborting_on_error():
+            outcomes = self.runner.finish_step(self.outs)
         rows = self._local_rows() if self.partly_exchanged else {}
         views = self.output_views
-        in_place = all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
             value = outcome.value
-            if in_place and value is not None and views.get(outcome.variable.name) is value:
+            if self.in_place and value is not None and views.get(outcome.variable.name) is value:
                 continue  # the aggregate was written into p.grad already
             shard = self.runner.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
@@ -663,14 +663,14 @@ class Session:
     def run_rounds(self) -> None:
         """Run the outer rounds that are due after this iteration."""
         if self.outer_rounds is not None and not self.in_progress:
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.outer_rounds.run_due()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Run a last round, so that all ranks have equal parameters."""
         if self.outer_rounds is not None:
-            with self.abandoning_on_error():
+            with self.aborting_on_error():
                 self.outer_rounds.flush()
 
     @contextlib.contextmanager
@@ -718,7 +718,7 @@ class Session:
         if rounds.needs_anchors():
             rounds.take_anchors()
 
-    def _output_views(self, bucket: Bucket) -> list[torch.Tensor | None]:
+    def outs(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that aggregates may be written into directly: float32 or exact, contiguous ones of this
         rank; None for all others."""
         exact = bucket.communicator.compressor.traits.exact

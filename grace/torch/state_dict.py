@@ -20,7 +20,7 @@ from grace.session.switching import returns_to_step
 from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
-from grace.torch.parameters import broadcast_optimizer_state
+from grace.torch.initial_sync import broadcast_optimizer_state
 from grace.torch.pickling import plain_copy
 from grace.torch.session import Session
 from grace.torch.step_hooks import DCP

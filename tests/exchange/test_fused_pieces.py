@@ -173,7 +173,7 @@ def refused(collective):
     codec._decode = watched(codec._decode, "decode", used)
     with pytest.raises(PayloadError) as caught:
         one.step({"v0": torch.ones(BIG)})
-    one.runner.abandon()
+    one.runner.abort()
     assert one.remembered() == before
     said, tried = str(caught.value), list(used)
     same = {"v0": one.drawn(BIG)}

@@ -93,7 +93,7 @@ def started(method):
                 runner.discard() if step == 4 else runner.finish_step(lambda bucket: [None] * len(bucket.names))
                 raised = ""
             if raised:
-                runner.abandon()
+                runner.abort()
             steps.append((list(log), list(calls), raised))
             log.clear()
             calls.clear()

@@ -5,8 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grace
+from grace.torch.initial_sync import empty_tensors, tensor_facts
 from tests.support.pairwise import pairwise
 from tests.support.pools import on_ranks
 from tests.support.training import (
@@ -222,3 +224,13 @@ def test_sparse_gradients_are_refused_by_name_or_made_dense(as_dense):
         said = refusal(exchange)
         assert "the gradient of 'weight' is sparse" in said
         assert "sparse_as_dense=True" in said
+
+
+def test_state_of_the_root_comes_to_the_gpu_of_this_rank():
+    """Fake tensors have devices that this machine need not have."""
+    with FakeTensorMode():
+        root, mine = (torch.nn.Parameter(torch.zeros(2, 3, device=device)) for device in ("cuda:0", "cuda:1"))
+        facts = tensor_facts([root, torch.zeros((), dtype=torch.float64)])
+        received = empty_tensors(facts, torch.optim.SGD([mine], lr=0.1))
+    found = [(str(t.device), tuple(t.shape), t.dtype) for t in received]
+    assert found == [("cuda:1", (2, 3), torch.float32), ("cpu", (), torch.float64)]

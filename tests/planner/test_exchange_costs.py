@@ -19,7 +19,7 @@ from grace.planner.costs import CodecCost, Cost, Curve
 from grace.planner.exchange_costs import DENSE, Costs, codec_key, costs_of_shards, costs_of_strategy
 from grace.planner.network import Links, MeasuredNetwork
 from grace.planner.step_simulation import most_sent
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
@@ -78,7 +78,7 @@ def exchanged(shards, variables, ranks, rank, by_ring=False, steps=4, concatenat
         try:
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload
-            runner.abandon()
+            runner.abort()
         sent.append(runner.traffic.sent_bytes - before[0])
         payloads.append(sum(runner.traffic.payload_bytes.values()) - before[1])
     runner.close()

@@ -17,7 +17,7 @@ from grace.planner.greedy import find_candidates
 from grace.planner.network import MeasuredNetwork
 from grace.planner.scaling import RANKS, RATES, over_ranks, over_rates
 from grace.planner.uniform_plans import uniform_strategy
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.strategy.builder import OneNode
 from tests.support.drawing import THOROUGH
 from tests.support.pairwise import pairwise

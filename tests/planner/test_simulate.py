@@ -12,7 +12,7 @@ from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import DENSE, Costs, costs_of_shards
 from grace.planner.network import Links
 from grace.planner.step_simulation import BucketCosts, Timeline, Transfer, most_sent, simulate_step
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by
 

@@ -7,7 +7,7 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.agreement import compare_facts
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 

@@ -7,9 +7,10 @@ import pytest
 
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
-from grace.session.bucketing import COLLECTIVE_BYTES, FIRST_BYTES, GRADIENT_BYTES, Limits
+from grace.session.bucket_limits import COLLECTIVE_BYTES, FIRST_BYTES, GRADIENT_BYTES, Limits
+from grace.session.bucketing import make_buckets
 from grace.session.exchange_plan import UniformPlan
-from grace.session.sharding import make_buckets, uniform
+from grace.session.sharding import uniform
 from tests.support.grouping import in_groups
 
 STAGES = ((64, 256, 3), (128, 512, 4), (256, 1024, 6), (512, 2048, 3))

@@ -32,6 +32,7 @@ STEPS, WRONG_AT, WRONG = 6, 2, 1
 """Steps are made, and this rank is wrong in this one."""
 LEFT_OUT = "rank 1 is at step 2, {others} at step 3: rank 1 left out optimizer.step()"
 SKIPPED = "{others} at step 2, rank 1 is at step 3: rank 1 called optimizer.zero_grad() and left out backward()"
+CLEARED = "rank 1 called optimizer.zero_grad() and left out backward(), or cleared once more than the others: clear on"
 SLOWER = (
     "the first difference: rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, "
     "lr 0.01"
@@ -42,6 +43,8 @@ FAULTS = {"step": LEFT_OUT, "step after synchronize": LEFT_OUT, "backward": SKIP
 def one_step(model, optimizer, step: int, fault: str = "") -> None:
     """A step of a loop that leaves out what is faulty."""
     optimizer.zero_grad()
+    if fault == "clear once more":
+        optimizer.zero_grad()
     loss = loss_of(model, step)
     if fault == "backward":
         return
@@ -101,6 +104,12 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_rank_that_goes_its_own_way_is_named_by_all_before_they_update(three_ranks, method):
     check(three_ranks.run(all_faults, FAULTS, *method))
+
+
+def test_a_rank_that_only_clears_once_more_is_not_accused_of_more(three_ranks):
+    for said, changed, step in three_ranks.run(with_fault, "clear once more", "none"):
+        assert CLEARED in said
+        assert (changed, step) == (False, WRONG_AT)
 
 
 class FailsOnce(Residual):

@@ -8,8 +8,8 @@ import grace
 from grace.communicators.choice import build_communicator
 from grace.core.registry import known, make
 from grace.core.variable import Variable, equal_sizes
-from grace.session.bucketing import Limits
-from grace.session.sharding import make_buckets
+from grace.session.bucket_limits import Limits
+from grace.session.bucketing import make_buckets
 from grace.session.sharding import uniform as sharded
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import make_shards

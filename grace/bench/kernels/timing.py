@@ -22,7 +22,7 @@ from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.fused_codec import FusedCodec
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import AnyRoundTrip
@@ -217,9 +217,9 @@ class Exchanged:
         return all(isinstance(codec, FusedCodec) for codec in codecs)
 
     def encode(self) -> None:
-        """Encode the first payloads of a step, and abandon the step."""
+        """Encode the first payloads of a step, and abort the step."""
         self.start()
-        self.runner.abandon()
+        self.runner.abort()
 
     def __call__(self) -> None:
         """Make a step."""
@@ -231,7 +231,7 @@ class Exchanged:
         try:
             self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
-            self.runner.abandon()
+            self.runner.abort()
             raise
 
     def start(self) -> None:
@@ -241,7 +241,7 @@ class Exchanged:
                 mine = [self.tensors[variable.name][0] for variable in bucket.variables]
                 self.runner.start_round_trip(bucket, mine, [True] * len(mine))
         except RuntimeError:
-            self.runner.abandon()
+            self.runner.abort()
             raise
 
 

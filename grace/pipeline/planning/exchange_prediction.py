@@ -14,7 +14,7 @@ from grace.planner.exchange_costs import Costs, costs_of_shards, costs_of_strate
 from grace.planner.network import Network
 from grace.planner.problem import methods_of
 from grace.planner.step_simulation import BucketCosts, Timeline, simulate_step
-from grace.session.bucketing import Limits
+from grace.session.bucket_limits import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg, is_file, read_document, resolve

@@ -12,7 +12,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.waits import waiting
 from grace.pipeline.planning.pipeline_plan import PipelinePlan
-from grace.torch.parameters import as_bytes
+from grace.torch.initial_sync import as_bytes
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...] | str, Backend | None]] = (
     weakref.WeakKeyDictionary()

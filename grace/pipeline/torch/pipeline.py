@@ -51,7 +51,7 @@ from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
 from grace.session.agreement import failing_together
 from grace.strategy.execution import StrategyArg
-from grace.torch.parameters import broadcast_parameters
+from grace.torch.initial_sync import broadcast_parameters
 
 INPUTS = ("replica", "global", "rank0")
 MANY_SHAPES, MOST_SHAPES = 16, 64

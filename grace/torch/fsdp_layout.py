@@ -14,7 +14,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError
 from grace.kernels.torch.primitives import NAMES
-from grace.torch.step_hooks import within_step
+from grace.torch.step_hooks import initializing, within_step
 from grace.torch.wrappers import unwrap_compiled
 
 TRAINED_BEFORE = "Parameters must be frozen, and thawed (requires_grad), before Grace compresses their exchange"
@@ -351,8 +351,9 @@ def _call_after_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None
 
 
 def _subscribers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the subscribers to parameters of an optimizer; none at an inner level of its ``step()``."""
-    if within_step({id(optimizer)}):
+    """Return the subscribers to parameters of an optimizer; none at an inner level of its ``step()``, and none if that
+    only makes the optimizer's state."""
+    if within_step({id(optimizer)}) or initializing():
         return []
     subscribers = []
     for number, (subscriber, held) in list(_SUBSCRIBERS.items()):

@@ -138,6 +138,9 @@ class AllGatherState(ShardGroupState):
 
     def close(self) -> None:
         """End the compression: from now on all-gathers are torch's again."""
+        if self.closed:  # a later compression may have taken its place
+            return
+        self.closed = True
         self.unhook()
         for hook in self.hooks:
             hook.remove()

@@ -185,6 +185,8 @@ class FSDPState(DDPState):
 
         From now on the model's gradients are means of each shard group alone, until another hook is registered.
         """
+        if self.closed:  # another hook may have taken its place
+            return
         super().close()
         for layout in self.layouts:
             layout.module.set_all_reduce_hook(_do_nothing)

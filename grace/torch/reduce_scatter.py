@@ -207,6 +207,9 @@ class ReduceScatterState(ShardGroupState):
 
     def close(self) -> None:
         """End the compression: from now on reduce-scatters are torch's again."""
+        if self.closed:  # a later compression may have taken its place
+            return
+        self.closed = True
         self.close_step()
         self.unhook()
         self.runner.close()

@@ -543,11 +543,15 @@ def test_a_second_compression_of_one_model_is_refused_until_the_first_is_closed(
     for compress in (
         functools.partial(grace.torch.register_fsdp_hook, net, mesh["replicate"], "topk"),
         functools.partial(grace.torch.compress_reduce_scatter, net),
+        functools.partial(grace.torch.compress_all_gather, net),
     ):
         first = compress()
         assert "are compressed already: close() their state first" in refusal(compress)
         first.close()
-        compress().close()
+        second = compress()
+        first.close()  # once more, which must not end the second
+        assert "are compressed already: close() their state first" in refusal(compress)
+        second.close()
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):

@@ -129,6 +129,11 @@ class ModulePasses:
         self.seen.clear()
 
 
+def in_backward() -> bool:
+    """Return True if a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def fsdp_param_groups(module: Any) -> list[Any]:
     """Return FSDP2's groups of a module's own parameters: none, one, or one for each mesh."""
     return list(module._get_fsdp_state()._fsdp_param_groups)

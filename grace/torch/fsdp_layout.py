@@ -218,7 +218,7 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
             )
         for param in (param for group in groups for param in group.fsdp_params):
             _check_sharding(
-                names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes
+                names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, what, other_axes
             )
     firsts: dict[int, tuple[str, Any]] = {}
     for name, module in modules:  # fully_shard([a, b]) makes one group of several modules, which all have its state
@@ -302,7 +302,7 @@ class ShardGroup:
         return bool(self.sum(torch.full((1,), float(flag), device=self.mesh.device_type), place))
 
 
-def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
+def _check_sharding(name: str, p: Any, mesh_info: str, what: str, other_axes: bool) -> None:
     """Refuse a parameter that is not sharded by exactly one axis of ``fully_shard``."""
     if p.is_meta:
         raise ConfigError(f"parameter {name!r} has no values yet (device meta): call model.to_empty(...) first")
@@ -318,8 +318,8 @@ def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None
     if mesh.ndim > 1 and not other_axes:
         raise ConfigError(
             f"parameter {name!r} is sharded over {mesh.ndim} axes ({', '.join(map(str, p.placements))}), as tensor "
-            "parallelism beside fully_shard makes them, whose reduce-scatters Grace does not compress; "
-            "register_fsdp_hook compresses what replicas of such models exchange"
+            f"parallelism beside fully_shard makes them, which {what} cannot; register_fsdp_hook compresses what "
+            "replicas of such models exchange"
         )
 
 

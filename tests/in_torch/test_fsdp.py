@@ -118,6 +118,13 @@ def test_replicas_of_tensor_parallel_models_are_compressed(compressor):
         assert sent < 16
 
 
+@on_ranks(4)
+def test_what_cannot_compress_inside_tensor_parallel_models_names_itself():
+    net = tensor_parallel(mesh_of(2, 1, 2)["shard"])
+    for call in (grace.torch.compress_reduce_scatter, grace.torch.compress_all_gather):
+        assert f"which {call.__name__} cannot; register_fsdp_hook compresses" in refusal(call, net)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("compressor", ["none", "powersgd(rank=2)"])
 @on_ranks(4)

@@ -109,7 +109,7 @@ class ReduceScatterState(ShardGroupState):
         if not self.passes.seen:
             return
         dropped = self._dropped()
-        discarded = self.uses.end_exchange(overflowed=dropped)
+        discarded = self.uses.end_exchange(nothing_kept=dropped or not self.runner.stateful)
         # a module has one residual for all of its parameters: it is rolled back only if none of them was used
         modules = [name for name, trained in self.trained.items() if trained.keys() <= discarded]
         keys = [f"{name}/to_{to}" for name in modules for to in range(self.backend.size)]

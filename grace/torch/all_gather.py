@@ -29,6 +29,7 @@ from grace.torch.fsdp_layout import (
     all_gather_states,
     find_layouts,
     fsdp_param_groups,
+    in_backward,
     refuse_second,
     subscribe_to_steps,
 )
@@ -63,6 +64,8 @@ class AllGatherState(ShardGroupState):
         self.evaluation = evaluation
         self.exact = self.compressor.traits.exact
         self.group_name = layouts[0].mesh.get_group().group_name
+        self.stepped = False
+        """True if an optimizer has stepped since the last gather outside of a backward pass."""
         self.compressed: dict[str, bool] = {}
         """True if the last gather of a module outside of a backward pass was compressed, by module."""
         self.copies: dict[str, torch.Tensor] = {}
@@ -88,11 +91,18 @@ class AllGatherState(ShardGroupState):
         """Do nothing: an optimizer is about to change the weights."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the steps, which random numbers of stochastic rounding follow. Called after an optimizer's step."""
-        self.context.step += 1
+        """Record that a step has ended, which the next gather counts, or a save. Called after an optimizer's step."""
+        self.stepped = True
+
+    def _count_step(self) -> None:
+        """Count the last step, once. Random numbers of stochastic rounding follow the number, so that they stay until
+        the end of a backward pass in which optimizers step."""
+        self.context.step += self.stepped
+        self.stepped = False
 
     def settle(self, saves: bool) -> None:
         """Let the memory hold this rank's rows of the copies, which checkpoints have."""
+        self._count_step()
         for layout in self.layouts if saves else ():
             if layout.name in self.copies:
                 row = self.copies[layout.name][self.backend.rank]
@@ -126,6 +136,7 @@ class AllGatherState(ShardGroupState):
 
         device = self.layouts[0].params[0].sharded_param.device
         checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device))
+        self.stepped = False
         self.copies = {}
         known = self.backend.allgather_object(sorted(self.memory.state))
         everywhere = set.intersection(*map(set, known))  # with memory="keep" a rank may lack some
@@ -138,6 +149,9 @@ class AllGatherState(ShardGroupState):
 
     def close(self) -> None:
         """End the compression: from now on all-gathers are torch's again."""
+        if self.closed:  # a later compression may have taken its place
+            return
+        self.closed = True
         self.unhook()
         for hook in self.hooks:
             hook.remove()
@@ -152,7 +166,8 @@ class AllGatherState(ShardGroupState):
             shard: the weights that this rank sends.
             group: the process group; not the whole shard group if weights are only gathered within nodes.
         """
-        if not _in_backward():
+        if not in_backward():
+            self._count_step()
             self.compressed[layout.name] = self.evaluation or layout.module.training
         return (
             group.group_name == self.group_name
@@ -180,7 +195,7 @@ class AllGatherState(ShardGroupState):
             self.sent_bytes += (self.backend.size - 1) * shard.nbytes
             if bool(kernels_of(output).all_finite(output)):
                 self.copies[layout.name] = rows.float().clone()
-        elif _in_backward():
+        elif in_backward():
             rows.copy_(copies)
         else:
             self._exchange(layout, shard, rows, copies)
@@ -236,11 +251,6 @@ class AllGatherState(ShardGroupState):
         """Return the weights that a payload holds."""
         decoded: torch.Tensor = self.compressor.decompress(payload, ctx)
         return decoded
-
-
-def _in_backward() -> bool:
-    """Return True if a backward pass is running, in which weights are gathered again that a forward pass has used."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def sizes_of(layout: ModuleLayout) -> dict[str, int]:

@@ -334,9 +334,10 @@ class DDPState(PythonReducerMixin):
             self.runner.check_step_stamps(trips, self.runner.channel)
         except StepError:
             self.runner.abort()
-            self.uses.end_exchange(overflowed=True)
+            self.uses.end_exchange(nothing_kept=True)
             raise
-        discarded = self.uses.end_exchange(any([outcome.overflow for outcome in outcomes]))
+        nothing_kept = not self._has_state() or any([outcome.overflow for outcome in outcomes])
+        discarded = self.uses.end_exchange(nothing_kept)
         for outcome in outcomes if discarded else ():
             if self.runner.shards[outcome.variable.name].whole.name in discarded:
                 outcome.value = None  # end_step() then rolls back what the gradient changed
@@ -355,7 +356,7 @@ class DDPState(PythonReducerMixin):
     def _discard_step(self) -> None:
         """Discard all results of this step."""
         self.runner.abort()
-        self.uses.end_exchange(overflowed=True)
+        self.uses.end_exchange(nothing_kept=True)
         self.outcomes = []
         self.trips = []
         self.begun = []

@@ -31,6 +31,7 @@ from grace.torch.fsdp_layout import (
     ShardGroup,
     find_layouts,
     fsdp_param_groups,
+    in_backward,
     reduce_scatter_states,
     refuse_second,
     replica_states,
@@ -43,9 +44,9 @@ class FSDPState(DDPState):
     rank has.
 
     FSDP2 reduces a module's gradients into one flat buffer, and passes it to the hook; parameters are views of it. A
-    step ends when an optimizer steps, or when a module comes a second time (a GradScaler left the step out). Then the
-    ranks of a shard group compare whether a gradient of theirs overflowed, so that all of them keep their state, or
-    none.
+    step ends when an optimizer steps outside of backward, or when a module comes a second time (a GradScaler left the
+    step out, or optimizers step in backward). Then the ranks of a shard group compare whether a gradient of theirs
+    overflowed, so that all of them keep their state, or none.
     """
 
     registered_by = "register_fsdp_hook"
@@ -90,9 +91,9 @@ class FSDPState(DDPState):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
-        the step is closed when no gradient is unused."""
+        the step is closed when no gradient is unused; not in a backward pass, where those of other modules follow."""
         self.uses.begin_step(optimizer)
-        if not self.uses.waiting:
+        if not self.uses.waiting and not in_backward():
             self.close_step()
         if self.optimizer is None:
             self.runner.context.updates += 1
@@ -185,6 +186,8 @@ class FSDPState(DDPState):
 
         From now on the model's gradients are means of each shard group alone, until another hook is registered.
         """
+        if self.closed:  # another hook may have taken its place
+            return
         super().close()
         for layout in self.layouts:
             layout.module.set_all_reduce_hook(_do_nothing)

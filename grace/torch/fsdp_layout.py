@@ -14,7 +14,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError
 from grace.kernels.torch.primitives import NAMES
-from grace.torch.step_hooks import within_step
+from grace.torch.step_hooks import initializing, within_step
 from grace.torch.wrappers import unwrap_compiled
 
 TRAINED_BEFORE = "Parameters must be frozen, and thawed (requires_grad), before Grace compresses their exchange"
@@ -129,6 +129,11 @@ class ModulePasses:
         self.seen.clear()
 
 
+def in_backward() -> bool:
+    """Return True if a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def fsdp_param_groups(module: Any) -> list[Any]:
     """Return FSDP2's groups of a module's own parameters: none, one, or one for each mesh."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
@@ -213,7 +218,7 @@ def find_layouts(model: Any, what: str, other_axes: bool = True) -> list[ModuleL
             )
         for param in (param for group in groups for param in group.fsdp_params):
             _check_sharding(
-                names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes
+                names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, what, other_axes
             )
     firsts: dict[int, tuple[str, Any]] = {}
     for name, module in modules:  # fully_shard([a, b]) makes one group of several modules, which all have its state
@@ -297,7 +302,7 @@ class ShardGroup:
         return bool(self.sum(torch.full((1,), float(flag), device=self.mesh.device_type), place))
 
 
-def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
+def _check_sharding(name: str, p: Any, mesh_info: str, what: str, other_axes: bool) -> None:
     """Refuse a parameter that is not sharded by exactly one axis of ``fully_shard``."""
     if p.is_meta:
         raise ConfigError(f"parameter {name!r} has no values yet (device meta): call model.to_empty(...) first")
@@ -313,8 +318,8 @@ def _check_sharding(name: str, p: Any, mesh_info: str, other_axes: bool) -> None
     if mesh.ndim > 1 and not other_axes:
         raise ConfigError(
             f"parameter {name!r} is sharded over {mesh.ndim} axes ({', '.join(map(str, p.placements))}), as tensor "
-            "parallelism beside fully_shard makes them, whose reduce-scatters Grace does not compress; "
-            "register_fsdp_hook compresses what replicas of such models exchange"
+            f"parallelism beside fully_shard makes them, which {what} cannot; register_fsdp_hook compresses what "
+            "replicas of such models exchange"
         )
 
 
@@ -351,8 +356,9 @@ def _call_after_step(optimizer: torch.optim.Optimizer, *ignored: object) -> None
 
 
 def _subscribers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the subscribers to parameters of an optimizer; none at an inner level of its ``step()``."""
-    if within_step({id(optimizer)}):
+    """Return the subscribers to parameters of an optimizer; none at an inner level of its ``step()``, and none if that
+    only makes the optimizer's state."""
+    if within_step({id(optimizer)}) or initializing():
         return []
     subscribers = []
     for number, (subscriber, held) in list(_SUBSCRIBERS.items()):

@@ -151,12 +151,12 @@ class GradientUses:
                 return name
         return ""
 
-    def end_exchange(self, overflowed: bool = False) -> set[str]:
+    def end_exchange(self, nothing_kept: bool = False) -> set[str]:
         """Return the names of parameters whose gradients were discarded, and reset the record for the next step.
 
-        The result is empty after an overflow, since nothing of such a step is kept, and if no optimizer is known.
+        The result is empty if no memory keeps anything of the step, as after an overflow, and if no optimizer is known.
         """
-        if overflowed:
+        if nothing_kept:
             self._reset()
             return set()
         for name in list(self.waiting):

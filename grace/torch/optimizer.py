@@ -481,14 +481,13 @@ def _backend(process_group: "dist.ProcessGroup | None", process_set: "ProcessSet
 
 def step_post_hook(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, object], inner: bool) -> None:
     """Count the optimizer's step, and run the outer rounds that are due."""
-    # An inner step() is a part of an outer one, and torch.distributed.checkpoint steps only to create state.
-    if inner or initializing(optimizer):
+    if inner:  # a part of an outer step()
         return
     if recorder.run is not None:
         recorder.run.update_ends()
     session = optimizer._grace
     session.count_step()
-    if session.outer_rounds is not None:
+    if session.outer_rounds is not None and not initializing():  # parameters may be loaded before they are anchors
         session.run_rounds()
     if recorder.run is not None:
         recorder.run.end_step()
@@ -499,8 +498,6 @@ def step_post_hook(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, o
 def step_pre_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:
     """Synchronize before the user's step. If ``step()`` has a closure, synchronize after each evaluation of the closure
     instead. An inner level of ``step()`` uses the means that exist, unless an outer level computed gradients since."""
-    if initializing(optimizer):
-        return None
     session = optimizer._grace
     if session.outer_rounds is not None:
         session.before_update()

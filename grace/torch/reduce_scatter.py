@@ -36,6 +36,7 @@ from grace.torch.fsdp_layout import (
     ModulePasses,
     find_layouts,
     fsdp_param_groups,
+    in_backward,
     reduce_scatter_states,
     refuse_second,
     replica_states,
@@ -53,9 +54,9 @@ class ReduceScatterState(ShardGroupState):
     Where nodes have equally many ranks, and several, parts are added up inside each node first, and residuals are those
     of the sums that a rank sends to its peers on other nodes; what is sent inside a node leaves none.
 
-    A step ends when an optimizer steps, or when a module comes again in another backward pass. If a gradient of any
-    rank of the shard group was not finite, all of them get NaN, and keep their former state; so does every replica that
-    gets this NaN by :func:`register_fsdp_hook`'s exchange.
+    A step ends when an optimizer steps outside of backward, or when a module comes again in another backward pass. If a
+    gradient of any rank of the shard group was not finite, all of them get NaN, and keep their former state; so does
+    every replica that gets this NaN by :func:`register_fsdp_hook`'s exchange.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class ReduceScatterState(ShardGroupState):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer is about to use the gradients. Other optimizers may hold the other parameters, so
-        the step is closed when no gradient is unused."""
+        the step is closed when no gradient is unused; not in a backward pass, where those of other modules follow."""
         self.uses.begin_step(optimizer)
-        if not self.uses.waiting:
+        if not self.uses.waiting and not in_backward():
             self.close_step()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,7 +109,7 @@ class ReduceScatterState(ShardGroupState):
         if not self.passes.seen:
             return
         dropped = self._dropped()
-        discarded = self.uses.end_exchange(overflowed=dropped)
+        discarded = self.uses.end_exchange(nothing_kept=dropped or not self.runner.stateful)
         # a module has one residual for all of its parameters: it is rolled back only if none of them was used
         modules = [name for name, trained in self.trained.items() if trained.keys() <= discarded]
         keys = [f"{name}/to_{to}" for name in modules for to in range(self.backend.size)]
@@ -207,6 +208,9 @@ class ReduceScatterState(ShardGroupState):
 
     def close(self) -> None:
         """End the compression: from now on reduce-scatters are torch's again."""
+        if self.closed:  # a later compression may have taken its place
+            return
+        self.closed = True
         self.close_step()
         self.unhook()
         self.runner.close()

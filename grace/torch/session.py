@@ -54,7 +54,7 @@ from grace.torch.parameters import (
     named_trainable_parameters,
     scaler_enabled,
 )
-from grace.torch.step_hooks import ScalerHook
+from grace.torch.step_hooks import ScalerHook, initializing
 from grace.torch.wrappers import check_unwrapped
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
@@ -651,6 +651,8 @@ class Session:
     def on_zero_grad(self) -> None:
         """Handle that gradients were cleared: roll back the changes of discarded means, and count steps that are left
         out."""
+        if initializing():  # torch.distributed.checkpoint clears the zeros that it made the optimizer's state with
+            return
         if self.unused_means is not None:
             self._commit_unused(self.parameters)  # a delayed mean may not have arrived, so that it has no gradient
         if self.cleared_since_step and self.context.updates:  # cleared twice without a step: this rank left a batch out

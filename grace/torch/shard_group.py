@@ -39,6 +39,7 @@ class ShardGroupState:
         self.memory = self.communicator.memory
         self.sent_bytes = 0
         """Number of bytes that this rank has sent so far."""
+        self.closed = False
         self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         """Layout and buffer of each module's wire: sizes follow from shapes, so one of each serves all steps."""
 

@@ -69,8 +69,9 @@ class StateMixin:
         dcp_frame = _dcp_caller()
         if dcp_frame is None:
             check_not_saved_directly(self._grace.runner, "the optimizer")
-            better = "optimizer.full_state_dict()"
-            checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better)
+            if self._grace.shard_group is None:  # else no file of one rank has all parts of the parameters
+                better = "optimizer.full_state_dict()"
+                checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
         if self._memories_saved_separately:
@@ -97,7 +98,8 @@ class StateMixin:
         Every rank must call it; save it on one. With outer rounds it has the user's optimizers' states of all ranks,
         which as many ranks load; other numbers of ranks load that of the saving one. Any rank may save it, so each
         holds all of them: for Adam, two copies of the parameters for each rank. Where they do not fit let every rank
-        save ``state_dict()`` in a file of its own.
+        save ``state_dict()`` in a file of its own. Of a sharded model it has the memories of this rank's parts alone:
+        every rank must save it, or ``state_dict()``.
 
         Args:
             packed: True for a "grace" entry of one value, bytes, which ``torch.distributed.checkpoint`` loads whole.

@@ -24,7 +24,9 @@ def around_steps(
     """Register hooks around each step of an optimizer, or of an optimizer inside it.
 
     An optimizer around another one (Lookahead, SAM) may step by the other's ``step()`` alone, and may not call
-    ``Optimizer.__init__``, which installs the hooks of ``step()``.
+    ``Optimizer.__init__``, which installs the hooks of ``step()``. Steps that only make the optimizer's state
+    (:func:`initializing`) are left out, unless there is state afterwards: Adam counts such a step, so that a rank that
+    makes it alone is out of step.
 
     Args:
         optimizer: the optimizer; the hooks do not keep it alive.
@@ -41,8 +43,15 @@ def around_steps(
 
     def hook(call: Callable) -> Callable:
         """Return a torch hook that calls one of Grace's, with True at an inner level of ``step()``."""
+
+        def call_unless_initializing(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+            """Call Grace's hook, but not before a step that only makes the optimizer's state."""
+            if initializing() and not getattr(outer(), "state", None):
+                return None
+            return call(outer(), args, kwargs, within_step(ids))
+
         # A compiled step() is compiled without the hooks, which run before and after it.
-        return torch.compiler.disable(lambda _, args, kwargs: call(outer(), args, kwargs, within_step(ids)))
+        return torch.compiler.disable(call_unless_initializing)
 
     registries: list[object] = []
     for member in family:
@@ -116,12 +125,12 @@ def is_stepping(thread: int) -> bool:
     return frame is not None
 
 
-def initializing(optimizer: torch.optim.Optimizer) -> bool:
+def initializing() -> bool:
     """Return True if ``step()`` was called only to make the optimizer's state, with zeros for gradients, as
     ``torch.distributed.checkpoint`` does before it reads or fills a state dict."""
     module = sys.modules.get(DCP)
     makes = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
-    frame = None if optimizer.state or makes is None else sys._getframe(1)
+    frame = None if makes is None else sys._getframe(1)
     for _ in range(8):  # torch's function is a few frames above the hook
         if frame is None or frame.f_code is makes:
             break

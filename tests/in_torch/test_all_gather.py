@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import grace
@@ -79,6 +80,12 @@ def decoded(net, method, shards):
         parts = [method.decompress(*method.compress(part.flatten(), name)) for part in padded.chunk(shards)]
         found[name] = torch.cat(parts).view(padded.shape)[: full.shape[0]]
     return found
+
+
+def settled_step(state):
+    """Return the number of steps that a state saves."""
+    state.settle(saves=True)
+    return state.context.step
 
 
 @pytest.mark.parametrize("policy", NODES)
@@ -316,6 +323,20 @@ def test_a_run_with_differences_goes_on_from_its_state():
     (own,) = saved.values()  # this rank's half alone
     kept = sum(value.untyped_storage().nbytes() for value in unpack_state(own)["memory"].values())
     assert kept == sum(4 * -(-p.shape[0] // 2) * p.shape[1:].numel() for p in stopped.parameters())
+
+
+@on_ranks(2)
+def test_a_step_that_only_makes_the_optimizers_state_is_not_counted():
+    """torch's functions for state dicts make it, before a checkpoint is read or, without momentum, whenever."""
+    net = built(mesh_of(1, 2)["shard"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with gathered(net, "qsgd") as state:
+        loss_of(net, 0).backward()
+        optimizer.step()
+        before = settled_step(state)
+        optimizer.zero_grad()
+        get_optimizer_state_dict(net, optimizer)
+        assert settled_step(state) == before
 
 
 @on_ranks(4)

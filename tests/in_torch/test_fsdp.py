@@ -118,6 +118,13 @@ def test_replicas_of_tensor_parallel_models_are_compressed(compressor):
         assert sent < 16
 
 
+@on_ranks(4)
+def test_what_cannot_compress_inside_tensor_parallel_models_names_itself():
+    net = tensor_parallel(mesh_of(2, 1, 2)["shard"])
+    for call in (grace.torch.compress_reduce_scatter, grace.torch.compress_all_gather):
+        assert f"which {call.__name__} cannot; register_fsdp_hook compresses" in refusal(call, net)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("compressor", ["none", "powersgd(rank=2)"])
 @on_ranks(4)
@@ -354,6 +361,34 @@ def test_a_module_that_runs_twice_is_exchanged_twice_in_one_step(shards):
     assert steps == {3}
 
 
+def trained_in_backward(net, steps):
+    """Train as ``trained`` does, each parameter by an optimizer of its own, as soon as it has its gradient."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in net.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(step)
+    for number in range(steps):
+        loss_of(net, number).backward()
+    return whole(net)
+
+
+@on_ranks(4)
+def test_optimizers_may_step_in_backward():
+    """A step is a whole backward pass, and other modules compute backward with the weights of forward."""
+    found = []
+    for train in (trained, trained_in_backward):
+        net = built(mesh_of()["shard"])
+        weights = grace.torch.compress_all_gather(net, "qsgd")
+        with compressed(net, TOPK, BLOCK, compress_after=2):
+            found.append(train(net, 4))
+        weights.close()
+    assert largest_difference(*found) == 0
+
+
 @on_ranks(4)
 def test_nothing_of_a_gradient_is_lost_also_where_it_comes_twice():
     """Sent + residuals = gradients, per variable, in sums over the replicas and the steps."""
@@ -543,11 +578,15 @@ def test_a_second_compression_of_one_model_is_refused_until_the_first_is_closed(
     for compress in (
         functools.partial(grace.torch.register_fsdp_hook, net, mesh["replicate"], "topk"),
         functools.partial(grace.torch.compress_reduce_scatter, net),
+        functools.partial(grace.torch.compress_all_gather, net),
     ):
         first = compress()
         assert "are compressed already: close() their state first" in refusal(compress)
         first.close()
-        compress().close()
+        second = compress()
+        first.close()  # once more, which must not end the second
+        assert "are compressed already: close() their state first" in refusal(compress)
+        second.close()
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):

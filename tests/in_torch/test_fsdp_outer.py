@@ -292,6 +292,15 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
         assert resumed.train(range(stop, 10)).ends() == run.ends(), stop
 
 
+@on_ranks(4)
+def test_no_rank_is_told_to_save_for_all():
+    """The file of one rank has the parts of one rank of each copy."""
+    run = Run(**RESUMED["topk"]).train(range(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.optimizer.state_dict()
+
+
 @pytest.mark.parametrize("memories", [False, True])
 @on_ranks(4)
 def test_torchs_checkpoints_hold_each_ranks_parts(tmp_path, memories):

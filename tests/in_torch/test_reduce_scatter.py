@@ -1,6 +1,7 @@
 """Compressed reduce-scatters of FSDP2, alone and below compressed replicas; test_fsdp.py has what both have."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -370,3 +371,15 @@ def test_gradients_that_are_cleared_before_the_first_step_are_warned_of_without_
         with pytest.warns(UserWarning, match="gradients were cleared") as found:
             state.close_step()
     assert "optimizer=" not in str(found[0].message)
+
+
+@on_ranks(4)
+def test_gradients_that_are_cleared_are_not_warned_of_where_no_memory_keeps_anything():
+    net = built(mesh_of()["shard"])
+    with compressed(net, replicas="none", shards=("block", "none")) as states, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(net, 0).backward()
+        net.zero_grad()
+        loss_of(net, 1).backward()
+        for state in states:
+            state.close_step()

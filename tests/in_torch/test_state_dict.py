@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import grace
+from grace.errors import StepError
 from tests.support.checkpoints import made, sealed
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.training import digest, distributed, net, state_of, train, train_given, weights
@@ -67,6 +68,51 @@ def test_what_torchs_functions_cannot_keep_is_said():
     plain, flat = said
     assert any("plain optimizer" in words for words in plain)
     assert any("grace.torch.Memories(optimizer)" in words for words in flat)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["optimizer", "hook"])
+@on_ranks(2)
+def test_one_rank_may_ask_torch_for_the_state_of_an_optimizer_that_has_none(wrapped):
+    """torch steps to make the optimizer's state, and clears gradients: no step of training."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if wrapped:
+        trained = torch.nn.parallel.DistributedDataParallel(model)
+        state = grace.torch.register_ddp_hook(trained, "topk(ratio=0.1)", optimizer=optimizer)
+    else:
+        trained, state = model, grace.DistributedOptimizer(optimizer, model, compressor="topk(ratio=0.1)")
+    for step in range(STOP):
+        if grace.rank() == 0:
+            get_state_dict(model, optimizer)
+        train(trained, optimizer, [step])
+        optimizer.zero_grad()
+    state.close()
+    return digest(weights(model))
+
+
+@on_ranks(2)
+def test_a_rank_whose_adam_alone_counts_torchs_step_is_out_of_step():
+    model = net()
+    optimizer = grace.DistributedOptimizer(torch.optim.Adam(model.parameters()), model, compressor="topk(ratio=0.1)")
+    if grace.rank() == 0:
+        get_state_dict(model, optimizer)
+    with pytest.raises(StepError, match=r"left out optimizer.step\(\)"):
+        train(model, optimizer, range(2))
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_the_step_by_which_torch_makes_an_optimizers_state_takes_no_anchors():
+    """Weights that are loaded after it are what ranks start from."""
+    model = net(seed=9)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.0), model, outer="nesterov", period=2
+    )
+    get_state_dict(model, optimizer)
+    model.load_state_dict(net().state_dict())
+    train(model, optimizer, range(2))
+    optimizer.close()
+    assert digest(weights(model)) == digest(weights(net()))
 
 
 def saved_whole(folder, packed):

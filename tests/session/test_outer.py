@@ -845,6 +845,27 @@ def test_a_run_that_resumes_without_its_anchors_goes_on_from_those_of_rank_0():
     return digest(anchors(resumed.optimizer))
 
 
+@pytest.mark.parametrize("kind", ["anchor", "outer"])
+@pytest.mark.parametrize("rank", [0, 1])
+@on_ranks(2)
+def test_shared_state_that_is_damaged_on_one_rank_is_dropped_on_all(rank, kind):
+    settings = {"outer": "nesterov(lr=0.7, momentum=0.6)", "period": 3}
+    model = net()
+    optimizer = distributed(model, **settings)
+    train(model, optimizer, range(4))
+    saved = copied(optimizer.state_dict())
+    optimizer.close()
+    if grace.rank() == rank:
+        saved["grace"]["state"][kind]["conv.weight"] += 1
+    resumed = net()
+    optimizer = distributed(resumed, **settings)
+    resumed.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match=f"the {kind} of 'conv.weight'"):
+        optimizer.load_state_dict(saved, memory="keep")
+    train(resumed, optimizer, range(4, 6))
+    return digest(weights(resumed))  # equal on all ranks
+
+
 @on_ranks(2)
 def test_rounds_begin_anew_from_the_state_of_a_plain_optimizer():
     run = Run(RESUMED["plain"])

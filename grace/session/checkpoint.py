@@ -512,7 +512,10 @@ def _check_leader(runner: StepRunner, saved: SavedState, values: ValuesByKind) -
     now = runner.hierarchical
     reduced_by_node = [runner.shards if some is True else some or () for some in (before, now)]
     led = [name for some in reduced_by_node for name in some]
-    held = any(f"{key}/".startswith(f"{name}/") for kind in values.values() for key in kind for name in led)
+    # Outer rounds keep anchors, and each rank's own parameters, on all ranks.
+    of_leaders = {name for shard in runner.shards.values() for name in shard.communicator.stateful_parts}
+    kept = [key for kind in of_leaders for key in values.get(kind, ())]
+    held = any(f"{key}/".startswith(f"{name}/") for key in kept for name in led)
     moved = hierarchy is not None and (not hierarchy.leads or saved["size"] != runner.backend.size)
     if held and (moved or before != now):
         raise Misfit(

@@ -1117,6 +1117,25 @@ def test_nodes_average_gradients_in_every_step_and_drifts_now_and_then():
     return digest(weights(model))
 
 
+@on_ranks(3)
+def test_a_run_over_nodes_is_resumed_by_ranks_that_lead_none():
+    outer = Outer("nesterov(lr=0.7, momentum=0.6)", period=2, over="nodes")
+    shard = ShardPlan(Sync("allgather"), compressor="topk(ratio=0.5)", outer=outer)
+    strategy = strategy_of(*(whole(name, shape, shard) for name, shape in SHAPES.items()))
+    whole_run, model, resumed = Given(SHAPES), Given(SHAPES), Given(SHAPES)
+    optimizer = executed(whole_run, strategy)
+    run_given(optimizer, whole_run, range(7))
+    optimizer.close()
+    optimizer = executed(model, strategy)
+    run_given(optimizer, model, range(3))  # within a period
+    saved = copied(optimizer.state_dict())
+    optimizer.close()
+    optimizer = executed(resumed, strategy)
+    optimizer.load_state_dict(saved)
+    run_given(optimizer, resumed, range(3, 7))
+    assert digest(weights(resumed)) == digest(weights(whole_run))
+
+
 @on_ranks(2)
 def test_training_goes_on_while_a_fragment_travels():
     model = net()

@@ -1046,7 +1046,8 @@ def test_arguments_that_do_not_go_together_are_refused():
     in_step = {"match": {"name": "matrix"}, "sync": {"type": "allreduce"}}
     mixed = {"version": 1, "rules": [in_step, *fragmented(fragments=1, delay=0)["rules"]]}
     assert "keeps 'matrix' in step" in refused(strategy=mixed, grad_scaler=torch.amp.GradScaler("cpu"))
-    assert "'matrix' has outer's delay, which is not possible over nodes" in refused(strategy=fragmented(over="nodes"))
+    delayed = "'matrix' has outer's delay, which is not possible over nodes: leave out the delay"
+    assert delayed in refused(strategy=fragmented(over="nodes"))
     assert "applies means in later steps: with outer" in refused(
         outer="none", period=2, communicator="reduce_broadcast(staleness=1)"
     )

@@ -155,19 +155,20 @@ class NodeGroups:
 
 
 def node_groups(backend: Backend, names: Sequence[str], leader: int | None = None) -> NodeGroups:
-    """Make backends over each node's ranks, and over the nodes' leaders. Every rank must call it.
+    """Return backends over each node's ranks, and over the nodes' leaders. Every rank must call it.
 
     Args:
-        backend: a backend over all ranks.
+        backend: a backend over all ranks; see :meth:`grace.core.backend.Backend.split_once`.
         names: for each rank, the name of its node.
         leader: the leader of its node; the lowest rank is the leader of other nodes.
     """
     members = Topology(names).members(leader)
     leaders = sorted(node[0] for node in members)
-    over_leaders = _split(backend, leaders)
+    use = f"nodes of leader {leader}"
+    over_leaders = _split(backend, leaders, use)
     node_of = {rank: node for node in members for rank in node}
-    # split is a collective: all ranks call it for all nodes
-    backends = [_split(backend, sorted(node)) for node in members]
+    # a collective: all ranks make all groups
+    backends = [_split(backend, sorted(node), use) for node in members]
     node_backend = next(made for made in backends if made is not None)
     mine = node_of[backend.rank]
     leader_of = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
@@ -181,9 +182,9 @@ def node_groups(backend: Backend, names: Sequence[str], leader: int | None = Non
     )
 
 
-def _split(backend: Backend, ranks: list[int]) -> Backend | None:
+def _split(backend: Backend, ranks: list[int], use: str) -> Backend | None:
     """Return a backend over some ranks, which knows their numbers in the run even if a user's class does not say it."""
-    made = backend.split(ranks)
+    made = backend.split_once(ranks, use)
     if made is not None and made.members is None and len(ranks) < backend.size:
         made.members = list(map(backend.number_of, ranks))
     return made

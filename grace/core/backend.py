@@ -181,11 +181,34 @@ class Backend(abc.ABC):
             "hierarchical and local_replication"
         )
 
+    def split_once(self, ranks: Sequence[int], use: str) -> "Backend | None":
+        """Return a backend over some of the ranks, which ascend; None on the others. Every rank must call it.
+
+        The groups of a channel are made once, and serve all optimizers that use the channel after each other: like
+        channels they cannot be freed by all ranks together.
+
+        Args:
+            ranks: numbers of the ranks.
+            use: name of the use, whose collectives all ranks start in one order. Other uses have other groups.
+        """
+        if self.is_its_own_channel:  # several optimizers use it at a time
+            return self.split(ranks)
+        key: tuple[str | int, ...] = (use, *ranks)
+        if key not in self.splits:
+            self.splits[key] = self.split(ranks)
+        return self.splits[key]
+
+    @property
+    def splits(self) -> "dict[tuple[str | int, ...], Backend | None]":
+        """Backends that :meth:`split_once` has made, by use and ranks."""
+        splits: dict[tuple[str | int, ...], Backend | None] = self.__dict__.setdefault("_splits", {})
+        return splits
+
     def copy_with(self: B, **changed: object) -> B:
         """Return a backend of the same class and settings that has sent nothing yet, with these attributes changed."""
         other = copy.copy(self)
-        # Counters, channels and functions to call at the end are one backend's own.
-        for key in ("sent_bytes", "started", "done", "closing", "_channels"):
+        # Counters, channels, groups and functions to call at the end are one backend's own.
+        for key in ("sent_bytes", "started", "done", "closing", "_channels", "_splits"):
             other.__dict__.pop(key, None)
         other.__dict__.update(changed)
         return other
@@ -346,8 +369,11 @@ class LocalBackend(Backend):
         return [value]
 
 
-FreeChannels = dict[int, int]
-"""Free channels of a rank: the number of collectives started over each, by channel number."""
+StartedCounts = dict[tuple[str | int, ...], int | None]
+"""Numbers of collectives that a rank has started over a channel, under (), and over each of its groups, by use and
+ranks; None for groups of other ranks."""
+FreeChannels = dict[int, StartedCounts]
+"""Free channels of a rank, by channel number."""
 
 
 class Channels:
@@ -376,21 +402,26 @@ class Channels:
 
     def free_channels(self) -> FreeChannels:
         """Return the channels that are free on this rank, which :meth:`acquire` needs from all ranks."""
-        # Collectives under way would be paired with those of the next optimizer.
-        idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.done}
-        return {number: count for number, count in idle.items() if number not in self.taken}
+        free: FreeChannels = {}
+        for number, channel in enumerate(self.made):
+            backends: dict[tuple[str | int, ...], Backend | None] = {(): channel, **channel.splits}
+            # Collectives under way would be paired with those of the next optimizer.
+            idle = all(one is None or one.started == one.done for one in backends.values())
+            if idle and number not in self.taken:
+                free[number] = {key: None if one is None else one.started for key, one in backends.items()}
+        return free
 
     def acquire(self, parent: Backend, free_of_ranks: Sequence[FreeChannels]) -> Backend:
-        """Return a channel that all ranks agree on: the first that is free on all ranks and over which all ranks have
-        started equally many collectives; a new channel if there is none.
+        """Return a channel that all ranks agree on: the first that is free on all ranks, and over which all ranks have
+        started equally many collectives, over each of its groups, too; a new channel if there is none.
 
         Args:
             parent: the backend that new channels are duplicated from.
             free_of_ranks: the free channels of every rank, in the order of ranks.
         """
         # In one order, so that all ranks find the same channel.
-        for number, count in sorted(free_of_ranks[0].items()):
-            if number not in self.taken and all(free.get(number) == count for free in free_of_ranks):
+        for number in sorted(free_of_ranks[0]):
+            if number not in self.taken and _equally_started([free.get(number) for free in free_of_ranks]):
                 self.taken.add(number)
                 return self.made[number]
         self.taken.add(len(self.made))
@@ -406,6 +437,19 @@ class Channels:
         made, self.made, self.taken = self.made, [], set()
         for channel in made:
             channel.close()
+
+
+def _equally_started(counts: Sequence[StartedCounts | None]) -> bool:
+    """Return True if all ranks have the same groups of a channel, and in each its ranks have started equally many
+    collectives.
+
+    Args:
+        counts: of each rank; None if the channel is not free there.
+    """
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts) or any(count.keys() != known[0].keys() for count in known):
+        return False
+    return all(len({count[key] for count in known} - {None}) == 1 for key in known[0])
 
 
 class Leases:

@@ -13,7 +13,8 @@ the units of this run's loss scale. A new variable starts without state.
 
 ``memory`` decides how state that does not fit is handled: "strict" refuses the checkpoint before anything is changed;
 "keep" keeps each memory that fits (the same name and shape, and the same kind of memory), and a warning lists the
-dropped ones; "reset" starts with empty memories. The step counter is restored in each case.
+dropped ones; "reset" starts with empty memories. The step counter is restored in each case. State that all ranks share,
+such as anchors, is dropped on all ranks if it is damaged on one.
 
 Every save has an id, the same on all ranks. Ranks compare the ids that they are about to load, which must be equal.
 The form of a state, and its checksums, are in :mod:`grace.session.state_schema`.
@@ -28,7 +29,7 @@ from typing import Any
 from grace.communicators.choice import took_default
 from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
-from grace.core.component import is_ours
+from grace.core.component import Component, is_ours
 from grace.core.compressor import Tensor
 from grace.core.state import Values
 from grace.core.transactional_dict import StatefulComponent, TransactionalDict
@@ -264,6 +265,7 @@ def load(
     # A rank that raised before this collective would let the others wait in it.
     compare_everywhere([runner.backend, *beside], saved, memory, error)
     assert loaded is not None
+    drop_where_others_did(runner, loaded, memory)
     apply(runner, loaded)
 
 
@@ -427,6 +429,37 @@ def undamaged(saved: SavedState, memory: str, calls: ApiNames) -> tuple[SavedSta
     return (state_schema.without_values(saved, spoilt) if spoilt else saved), list(spoilt.values())
 
 
+def drop_where_others_did(runner: StepRunner, loaded: Loaded, memory: str) -> None:
+    """Drop values of state that is the same on all ranks, such as anchors, if another rank has dropped them because
+    they are damaged there: else ranks would differ. Every rank must call it, after :func:`compare`.
+
+    Args:
+        runner, memory: see :func:`load`.
+        loaded: the values of :func:`prepare`, which are changed.
+    """
+    if memory != "keep" or loaded.step is None:
+        return
+    steps = {f"pending {i}": step for i, step in enumerate(loaded.pending)}
+    values_by_kind: ValuesByKind = {**loaded.values, **steps}
+    mine = [
+        (kind, name)
+        for kind, values in values_by_kind.items()
+        for name in values
+        if kind in steps or _part_of(runner, kind, name).shared_state
+    ]
+    on_all = set(mine).intersection(*gather_or_raise(runner.backend, "shared state to keep", mine))
+    for kind, name in mine:
+        if (kind, name) not in on_all:
+            del values_by_kind[kind][name]
+            loaded.dropped.append(f"the {kind} of {name!r}, which another rank has dropped")
+
+
+def _part_of(runner: StepRunner, kind: str, name: str) -> Component:
+    """Return the part that keeps a kind of state of a shard, or of a buffer of the model."""
+    of_buffers = runner.outer_rounds.buffer_parts
+    return of_buffers[kind] if kind in of_buffers else runner.stateful_parts(runner.shards[name])[kind]
+
+
 def apply(runner: StepRunner, loaded: Loaded) -> None:
     """Apply the values that :func:`prepare` returned to the runner."""
     warn_dropped(loaded.dropped)
@@ -434,9 +467,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            of_shard = kind not in runner.outer_rounds.buffer_parts
-            parts = runner.stateful_parts(runner.shards[name]) if of_shard else runner.outer_rounds.buffer_parts
-            parts[kind].state[name] = value
+            _part_of(runner, kind, name).state[name] = value
     for _, component in runner.components:
         component.state.commit()
     if loaded.step is not None:
@@ -481,7 +512,10 @@ def _check_leader(runner: StepRunner, saved: SavedState, values: ValuesByKind) -
     now = runner.hierarchical
     reduced_by_node = [runner.shards if some is True else some or () for some in (before, now)]
     led = [name for some in reduced_by_node for name in some]
-    held = any(f"{key}/".startswith(f"{name}/") for kind in values.values() for key in kind for name in led)
+    # Outer rounds keep anchors, and each rank's own parameters, on all ranks.
+    of_leaders = {name for shard in runner.shards.values() for name in shard.communicator.stateful_parts}
+    kept = [key for kind in of_leaders for key in values.get(kind, ())]
+    held = any(f"{key}/".startswith(f"{name}/") for key in kept for name in led)
     moved = hierarchy is not None and (not hierarchy.leads or saved["size"] != runner.backend.size)
     if held and (moved or before != now):
         raise Misfit(

@@ -38,7 +38,7 @@ class Hierarchy:
     """The nodes of a run, their leaders, and the contexts and backends of communicators over them.
 
     Args:
-        backend: the backend over all ranks.
+        backend: the channel over all ranks.
         names: the name of each rank's node.
     """
 
@@ -234,7 +234,11 @@ class HierarchicalRoundTrip:
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Return the leader's tensor on all ranks of the node; blocks."""
-        return self.node_groups.node.broadcast(tensor, self.node_groups.first).wait()
+        node = self.node_groups.node
+        node.started += 1
+        received = node.broadcast(tensor, self.node_groups.first).wait()
+        node.done += 1
+        return received
 
     def _share(self, outcomes: list[Outcome] | None) -> list[Outcome]:
         """Return the leader's outcomes on all ranks of the node; blocks.

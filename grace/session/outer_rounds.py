@@ -621,7 +621,8 @@ def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
             raise ConfigError(f"{what} applies means in later steps: with outer, choose outer's delay instead")
         if (shard.hierarchical and outer.delay) or (shard.whole.sparse and outer.over == "nodes"):
             why = "has outer's delay" if outer.delay else "is sparse"
-            raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes")
+            better = "leave out the delay" if outer.delay else "give sparse_as_dense=True"
+            raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes: {better}")
     if len(shards) < outer.fragments:
         raise ConfigError(
             f"outer, fragments: {len(shards)} variables (or parts) cannot be dealt to {outer.fragments} fragments"

@@ -233,7 +233,7 @@ class StepRunner:
         self.run_id = received[0][1]  # rank 0's, on all ranks
         self.channel = self._leases.acquire()
         if self.hierarchical:
-            self.hierarchy = Hierarchy(self.backend, self.node_names())
+            self.hierarchy = Hierarchy(self.channel, self.node_names())
             node = self.hierarchy.node_groups.node
             self.within_node.bind(SubgroupContext(self.context, node.rank, node.size), node)
         if self.hierarchical or self.channel is not self.backend:
@@ -264,7 +264,7 @@ class StepRunner:
         # With a hierarchy one rank of each node takes part, so there is nothing to replicate.
         alone = self.backend.size == 1 or self.hierarchy_of(communicator) is not None
         if isinstance(communicator, ReduceBroadcast) and communicator.local_replication and not alone:
-            backend = self.exchange_thread().backend if communicator.delayed else self.backend
+            backend = self.exchange_thread().backend if communicator.delayed else self.channel
             if backend.pairs_by_name and backend.framework == "tensorflow":
                 raise communicator.refuse("local_replication is not for Horovod with TensorFlow: use MPI")
             communicator.node_groups = self.node_groups(backend, communicator.root)

@@ -294,6 +294,7 @@ def load_state(
         if not alone or session.auto is not None:
             alike = session.shard_group is not None  # its ranks are at one step
             checkpoint.compare_everywhere([former.backend, *other_groups], saved, memory, error, alike)
+            checkpoint.drop_where_others_did(runner, cast(checkpoint.Loaded, loaded), memory)
         elif error is not None:
             raise error
         checkpoint.apply(runner, cast(checkpoint.Loaded, loaded))

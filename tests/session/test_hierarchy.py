@@ -1,11 +1,13 @@
 """Clusters of two and one rank: hierarchical reduction, and answers that go once to each node."""
 
+import gc
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import grace
 from grace.backends.topology import NodeGroups, Topology
@@ -92,6 +94,51 @@ def test_all_ranks_have_the_same_bits_and_resume(options):
     train(again, optimizer, range(3, 6))
     assert digest(weights(whole)) == digest(weights(again))
     return digest(weights(whole))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"hierarchical": True}, {"communicator": "reduce_broadcast(local_replication=True, staleness=1)"}],
+    ids=["hierarchical", "replicated-and-stale"],
+)
+@on_ranks(3)
+def test_groups_of_nodes_serve_one_optimizer_after_the_other(options):
+    """gloo keeps threads for each process group, and groups cannot be freed by all ranks together."""
+    groups = []
+    for _ in range(4):
+        model = mixed()
+        optimizer = made(model, **options)
+        train(model, optimizer, range(2))
+        optimizer._grace.runner.pending()  # the thread has sent all
+        optimizer.close()
+        groups.append(dist.get_pg_count())
+    assert len(set(groups)) == 1
+    return digest(weights(model))
+
+
+def dropped_halfway(together):
+    """One leader starts an exchange that the other node has not begun, and drops it; the next optimizers train."""
+    found = []
+    for step in range(3):
+        model = mixed()
+        optimizer = made(model, hierarchical=True)
+        if step == 0 and not together and grace.rank() == 2:
+            mixed_loss(model, 0).backward()
+        if step > 0:
+            train(model, optimizer, range(4))
+            assert_close(weights(model), on_the_mean(mixed(), 3, range(4)))
+        optimizer._grace.runner.close()  # as at the end of an optimizer that Python collects: waits for nobody
+        del optimizer
+        gc.collect()
+        found.append(len(grace.init().channels.made))
+    return found[1] - found[0], found[2] - found[1]
+
+
+def test_groups_over_which_ranks_have_started_other_exchanges_are_not_used_again(three_ranks):
+    three_ranks.stop()  # their channels are counted from none on
+    assert three_ranks.run(dropped_halfway, True) == [(0, 0)] * 3
+    assert three_ranks.run(dropped_halfway, False) == [(1, 0)] * 3
+    three_ranks.stop()  # rank 2 waits for ever in the dropped exchange
 
 
 @on_ranks(3)

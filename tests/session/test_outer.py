@@ -845,6 +845,27 @@ def test_a_run_that_resumes_without_its_anchors_goes_on_from_those_of_rank_0():
     return digest(anchors(resumed.optimizer))
 
 
+@pytest.mark.parametrize("kind", ["anchor", "outer"])
+@pytest.mark.parametrize("rank", [0, 1])
+@on_ranks(2)
+def test_shared_state_that_is_damaged_on_one_rank_is_dropped_on_all(rank, kind):
+    settings = {"outer": "nesterov(lr=0.7, momentum=0.6)", "period": 3}
+    model = net()
+    optimizer = distributed(model, **settings)
+    train(model, optimizer, range(4))
+    saved = copied(optimizer.state_dict())
+    optimizer.close()
+    if grace.rank() == rank:
+        saved["grace"]["state"][kind]["conv.weight"] += 1
+    resumed = net()
+    optimizer = distributed(resumed, **settings)
+    resumed.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match=f"the {kind} of 'conv.weight'"):
+        optimizer.load_state_dict(saved, memory="keep")
+    train(resumed, optimizer, range(4, 6))
+    return digest(weights(resumed))  # equal on all ranks
+
+
 @on_ranks(2)
 def test_rounds_begin_anew_from_the_state_of_a_plain_optimizer():
     run = Run(RESUMED["plain"])
@@ -1025,7 +1046,8 @@ def test_arguments_that_do_not_go_together_are_refused():
     in_step = {"match": {"name": "matrix"}, "sync": {"type": "allreduce"}}
     mixed = {"version": 1, "rules": [in_step, *fragmented(fragments=1, delay=0)["rules"]]}
     assert "keeps 'matrix' in step" in refused(strategy=mixed, grad_scaler=torch.amp.GradScaler("cpu"))
-    assert "'matrix' has outer's delay, which is not possible over nodes" in refused(strategy=fragmented(over="nodes"))
+    delayed = "'matrix' has outer's delay, which is not possible over nodes: leave out the delay"
+    assert delayed in refused(strategy=fragmented(over="nodes"))
     assert "applies means in later steps: with outer" in refused(
         outer="none", period=2, communicator="reduce_broadcast(staleness=1)"
     )
@@ -1094,6 +1116,25 @@ def test_nodes_average_gradients_in_every_step_and_drifts_now_and_then():
                 wanted = anchor[name] = anchor[name] - 0.7 * (drifts[name] + 0.6 * velocity[name])
             np.testing.assert_allclose(weights(model)[name].numpy(), wanted, rtol=1e-4, atol=1e-3)
     return digest(weights(model))
+
+
+@on_ranks(3)
+def test_a_run_over_nodes_is_resumed_by_ranks_that_lead_none():
+    outer = Outer("nesterov(lr=0.7, momentum=0.6)", period=2, over="nodes")
+    shard = ShardPlan(Sync("allgather"), compressor="topk(ratio=0.5)", outer=outer)
+    strategy = strategy_of(*(whole(name, shape, shard) for name, shape in SHAPES.items()))
+    whole_run, model, resumed = Given(SHAPES), Given(SHAPES), Given(SHAPES)
+    optimizer = executed(whole_run, strategy)
+    run_given(optimizer, whole_run, range(7))
+    optimizer.close()
+    optimizer = executed(model, strategy)
+    run_given(optimizer, model, range(3))  # within a period
+    saved = copied(optimizer.state_dict())
+    optimizer.close()
+    optimizer = executed(resumed, strategy)
+    optimizer.load_state_dict(saved)
+    run_given(optimizer, resumed, range(3, 7))
+    assert digest(weights(resumed)) == digest(weights(whole_run))
 
 
 @on_ranks(2)

@@ -594,10 +594,11 @@ class RoundTrip:
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.
+        The caller has started all legs (:func:`advance_all`).
 
         Args:
             outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
-            wait: False if all legs were started, and the last one is known to be done.
+            wait: False if the last leg is known to be done.
 
         Raises:
             PayloadError: a payload cannot be decoded; the message names the rank, the variable and the method.

@@ -81,8 +81,8 @@ class SearchOptions:
         fewer: True if the plan may leave devices (the last ones) unused, up to half of them.
 
     Raises:
-        ConfigError: a number is less than 1, ``memory`` or its margin is no such number, or a schedule or layout is
-            unknown.
+        ConfigError: a number is less than 1, several values come as an iterator, ``memory`` or its margin is no such
+            number, or a schedule or layout is unknown.
     """
 
     stages: Numbers = None
@@ -108,7 +108,9 @@ class SearchOptions:
         for name in ("stages", "replicas", "microbatches", "blocks", "schedule", "cuts"):
             given = getattr(self, name)
             if isinstance(given, Iterator):  # it could be read once only
-                raise ConfigError(f"{name} must be one value, or a list of several, not a {type(given).__name__}")
+                raise ConfigError(
+                    f"{name} must be one value, or a list of several, not a {type(given).__name__}: give its list()"
+                )
         for schedule in self.schedules:
             if schedule not in SCHEDULES:
                 raise ConfigError(f"schedule {schedule!r} is unknown; there are {', '.join(SCHEDULES)}")

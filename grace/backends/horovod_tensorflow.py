@@ -31,7 +31,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
     """Functions of operations that one of several threads runs, by the operations' names; None in the main thread."""
 
     def __init__(self, process_set: "ProcessSet | None" = None, owns: bool = False):
-        _refuse_elastic()
+        _check_not_elastic()
         super().__init__(process_set, owns)
         if not self.included:
             raise ConfigError("this rank is not in the process set; make no distributed optimizer on it")
@@ -41,7 +41,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
     @classmethod
     def join(cls) -> "HorovodBackend":
         """Return a backend over all ranks; initialize Horovod if it is not initialized yet."""
-        _refuse_elastic()
+        _check_not_elastic()
         return super().join()
 
     # -- collectives -----------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class TensorFlowHorovodBackend(HorovodBackend):
         hvd.shutdown()
 
 
-def _refuse_elastic() -> None:
+def _check_not_elastic() -> None:
     """Raise ConfigError in elastic mode: a rank that is lost would end the run in the middle, as if all had been
     done."""
     if os.environ.get("HOROVOD_ELASTIC") == "1":

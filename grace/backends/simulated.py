@@ -91,7 +91,7 @@ class SimulatedRanks(Backend):
 
     def supported(self, route: Route, sums: bool) -> Route:
         """Return a route with known collectives in place of users' own; they bring as many tensors of the same size."""
-        return [leg if leg.collective in KNOWN else _with_known_collective(leg, sums) for leg in route]
+        return [leg if leg.collective in KNOWN else _with_supported_collective(leg, sums) for leg in route]
 
     def duplicate(self) -> "SimulatedRanks":
         return self.copy_with(_broadcast=None)  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ class SimulatedRanks(Backend):
         return [copies[rank % apart] for rank in range(self.size)]
 
 
-def _with_known_collective(leg: Leg, sums: bool) -> Leg:
+def _with_supported_collective(leg: Leg, sums: bool) -> Leg:
     """Return a leg with a known collective in place of a user's."""
     if sums:
         return replace(leg, collective=ALL_REDUCE)

@@ -24,7 +24,9 @@ def check_engine(backend: Backend, framework: str = "") -> None:
         return
     launcher = launchers.detect(partly=True)
     if launcher is not None and launcher.size > backend.size:
-        _refuse(_started(launcher), backend, f"{_remedy(backend, launcher, framework)}. {_on_purpose(backend.name)}")
+        _raise_wrong_size(
+            _started(launcher), backend, f"{_remedy(backend, launcher, framework)}. {_on_purpose(backend.name)}"
+        )
     check_other_engines(backend)
 
 
@@ -51,7 +53,7 @@ def check_other_engines(backend: Backend) -> None:
             remedy = f"say which engine counts: grace.init({name!r})"
             if backend.name == "local" and name in CALLS:
                 remedy = f"call grace.init() after {CALLS[name]}, and rank() and size() after that"
-            _refuse(
+            _raise_wrong_size(
                 f"this program has initialized {NAMES[name]} with {size} ranks",
                 backend,
                 f"{remedy}. {_on_purpose(backend.name)}",
@@ -81,7 +83,7 @@ def _started(launcher: Launcher) -> str:
     return f"{launcher.name} {started} {launcher.size} ranks ({launcher.settings})"
 
 
-def _refuse(started: str, backend: Backend, remedy: str) -> None:
+def _raise_wrong_size(started: str, backend: Backend, remedy: str) -> None:
     """Raise the error with the ranks that were started, those that the engine sees, and the remedy."""
     if backend.name == "local":
         sees = "Grace has joined this process alone"

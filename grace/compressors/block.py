@@ -87,9 +87,9 @@ class Block(Accumulating):
         self.check_choice("rounding", ("nearest", "stochastic"))
         self.check_choice("scale", (None, "max", "rms"))
         if self.scale is not None and self.format == "fp8":
-            raise self.refuse("scale is of integers; 8-bit floats are in units of the largest magnitude: leave it out")
+            raise self.error("scale is of integers; 8-bit floats are in units of the largest magnitude: leave it out")
         if self.scale == "rms" and self.rounding == "stochastic":
-            raise self.refuse(
+            raise self.error(
                 "scale='rms' cuts off what is large, so that stochastic rounding would not be unbiased: use "
                 "rounding='nearest' or scale='max'"
             )

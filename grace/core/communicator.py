@@ -223,7 +223,7 @@ class Communicator(Component):
         """
         if self.made_for not in (None, size):
             ranks = f"{size} rank{'s' * (size > 1)}"
-            raise self.refuse(
+            raise self.error(
                 f"it was made for world_size={self.made_for!r}, and the run has {ranks}. Leave world_size out"
             )
 
@@ -252,16 +252,16 @@ class Communicator(Component):
         """Call a user's ``communicate``, and check what it returns, and what its handle brings."""
         handle = self.communicate(wire)
         if not isinstance(handle, Handle):
-            raise self.refuse(f"communicate() must return a grace.Handle, not a {type(handle).__name__}")
+            raise self.error(f"communicate() must return a grace.Handle, not a {type(handle).__name__}")
 
         def checked(received: object) -> object:
             if not isinstance(received, (list, tuple)) or len(received) not in (1, 1 if self.sums else backend.size):
                 wanted = "one tensor, the sum" if self.sums else f"{backend.size} tensors, one per rank"
-                raise self.refuse(f"the handle of communicate() must bring a list of {wanted}")
+                raise self.error(f"the handle of communicate() must bring a list of {wanted}")
             dtype = kernels_of(wire).dtype(wire)
             for one in received:
                 if kernels_of(check_shape(one, wire, "the handle of communicate()")).dtype(one) != dtype:
-                    raise self.refuse(f"the handle of communicate() must bring tensors of the wire's dtype, {dtype}")
+                    raise self.error(f"the handle of communicate() must bring tensors of the wire's dtype, {dtype}")
             return received
 
         return handle.map(checked)

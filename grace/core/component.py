@@ -187,8 +187,8 @@ class Component:
         name = self.name or type(self).__qualname__
         return f"{name}({', '.join(changed)})" if changed else name
 
-    def refuse(self, message: str) -> ConfigError:
-        """Return an error about this component's parameters, which the caller raises."""
+    def error(self, message: str) -> ConfigError:
+        """Return an error about this component, which the caller raises."""
         return ConfigError(f"{self.name or type(self).__name__}: {message}")
 
     def check_number(self, key: str, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
@@ -199,7 +199,7 @@ class Component:
         if not number or not (value > low if low_open else value >= low) or not value <= high or value == math.inf:
             left = "(" if low_open else "["
             right = f"{high:g}]" if high < math.inf else "inf)"
-            raise self.refuse(f"{key} must be a number in {left}{low:g}, {right}, not {value!r}")
+            raise self.error(f"{key} must be a number in {left}{low:g}, {right}, not {value!r}")
         if type(value) not in (int, float):  # NumPy's numbers are no literals of a spec
             object.__setattr__(self, key, float(value))
 
@@ -207,14 +207,14 @@ class Component:
         """Refuse a parameter that is not a whole number in [low, high]."""
         value = getattr(self, key)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.refuse(f"{key} must be a whole number in [{low}, {high:g}], not {value!r}")
+            raise self.error(f"{key} must be a whole number in [{low}, {high:g}], not {value!r}")
 
     def check_choice(self, key: str, choices: tuple[object, ...]) -> None:
         """Refuse a parameter that is not one of ``choices``."""
         value = getattr(self, key)
         # True equals 1: neither may stand for the other.
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
-            raise self.refuse(f"{key} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+            raise self.error(f"{key} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def is_ours(cls: type) -> bool:

@@ -49,9 +49,9 @@ class Composed(Compressor):
         self.sparsifier, self.values = sparsifier, values
         sparsifier.bounded = False  # padding would enter the means and norms of the values
         if not sparsifier.sends_values:
-            raise self.refuse(f"{sparsifier.spec} is not a sparsifier that sends values; the first part must be")
+            raise self.error(f"{sparsifier.spec} is not a sparsifier that sends values; the first part must be")
         if values.traits.category != "quantization" or values.votes or values.stateful:
-            raise self.refuse(f"{values.spec} cannot compress values; use a quantizer or cast without a vote or state")
+            raise self.error(f"{values.spec} cannot compress values; use a quantizer or cast without a vote or state")
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]

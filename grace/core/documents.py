@@ -70,7 +70,7 @@ def parse(text: str, where: str, infinite: bool = False, only_json: bool = False
                 text,
                 object_pairs_hook=_parse_object,
                 parse_int=_parse_int,
-                parse_constant=float if infinite else _refuse_constant,
+                parse_constant=float if infinite else _raise_for_constant,
                 parse_float=float if infinite else _parse_float,
             )
         else:
@@ -91,13 +91,13 @@ def _parse_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _refuse_constant(word: str) -> float:
+def _raise_for_constant(word: str) -> float:
     raise ValueError(f"{word} is no number")
 
 
 def _parse_float(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
+    return value if math.isfinite(value) else _raise_for_constant(text)
 
 
 def _parse_int(text: str) -> int:

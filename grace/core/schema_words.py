@@ -56,7 +56,7 @@ def fault_at(key: str, message: str) -> "PydanticCustomError":
     return PydanticCustomError("fault", "{said}", {"said": message, "key": key})
 
 
-def refuse_unknown_keys(model: "type[BaseModel] | type[FileForm]", value: object) -> object:
+def check_unknown_keys(model: "type[BaseModel] | type[FileForm]", value: object) -> object:
     """Return the value of a model unchanged; a validator that runs before the model's own.
 
     Args:
@@ -145,7 +145,7 @@ class FileForm:
     @classmethod
     def check_keys(cls, value: object) -> object:
         """Return a file's value. Raise PydanticCustomError if it has an unknown key."""
-        return refuse_unknown_keys(cls, value)
+        return check_unknown_keys(cls, value)
 
     def too_small(self) -> Iterator[tuple[str, str]]:
         """Yield the fields that must be whole numbers from a bound on, and are not; and what would be right."""

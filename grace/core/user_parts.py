@@ -41,11 +41,11 @@ def wrap_compensate(compensate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         before = _changes(tensor)
         given = compensate(self, tensor, name)
         if _changes(tensor) != before:
-            raise self.refuse(f"compensate() changed its input for {name!r}, {INPUT}")
+            raise self.error(f"compensate() changed its input for {name!r}, {INPUT}")
         try:
             return check_shape(given, tensor, "compensate()")
         except PayloadError as error:
-            raise self.refuse(f"{error} for {name!r}") from None
+            raise self.error(f"{error} for {name!r}") from None
 
     return compensated
 
@@ -70,17 +70,17 @@ def wrap_compress(
         dtype = kernels.dtype(tensor)
         if dtype != "float32" and not self.traits.exact:
             if dtype not in FLOATS:
-                raise self.refuse(f"cannot compress {name!r}, which is of dtype {dtype}: cast it to float32 first")
+                raise self.error(f"cannot compress {name!r}, which is of dtype {dtype}: cast it to float32 first")
             tensor = kernels.cast(tensor, "float32")
         if ours:  # Grace's own methods are tested instead of checked at every step
             return compress(self, tensor, name)
         before = _changes(tensor)
         given = compress(self, tensor, name)
         if _changes(tensor) != before:
-            raise self.refuse(f"compress() changed its input for {name!r}, {INPUT}")
+            raise self.error(f"compress() changed its input for {name!r}, {INPUT}")
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             returned = _describe_type(given)
-            raise self.refuse(f"compress() of {name!r} must return two things, (payload, ctx), not {returned}")
+            raise self.error(f"compress() of {name!r} must return two things, (payload, ctx), not {returned}")
         return _payload(self, given[0], name), given[1]
 
     return encoded
@@ -94,7 +94,7 @@ def _payload(compressor: Any, given: object, name: str) -> list[Tensor]:
     """
     payload = [_array(tensor) for tensor in (given if isinstance(given, (list, tuple)) else [given])]
     if not payload:
-        raise compressor.refuse(
+        raise compressor.error(
             f"the payload of {name!r} is empty, so that nothing would be sent. A method that reduces something itself "
             "yields that in exchange() instead, and says traits.rounds"
         )
@@ -103,9 +103,9 @@ def _payload(compressor: Any, given: object, name: str) -> list[Tensor]:
             dtype = kernels_of(tensor).dtype(tensor)
         except TypeError:
             found = _describe_type(tensor)
-            raise compressor.refuse(f"the payload of {name!r} holds {found}, which is no tensor") from None
+            raise compressor.error(f"the payload of {name!r} holds {found}, which is no tensor") from None
         if dtype not in ITEM_SIZE:
-            raise compressor.refuse(
+            raise compressor.error(
                 f"the payload of {name!r} holds a tensor of dtype {dtype}; what travels is of {', '.join(ITEM_SIZE)}"
             )
     return payload

@@ -368,7 +368,7 @@ class DelayedRoundTrip:
         thread compares the step stamps."""
         self.pending.dropped.update(self.names)
 
-    def take_back(self, names: Collection[str]) -> dict[str, Gradient]:
+    def roll_back(self, names: Collection[str]) -> dict[str, Gradient]:
         """Drop this step's means of these variables, whose gradients were discarded after :meth:`finish`, and return
         the earlier means that it returned for them."""
         self.pending.dropped.update(name for name in self.names if name in names)

@@ -73,13 +73,13 @@ class MeanEncoder:
             flags = [wire[layout.statuses] for layout, wire in zip(layouts, wires, strict=True)]
             self._read_statuses(flags)
         if self.refused is not None:
-            return self._refusal(wires[0])
+            return self._refusing_wire(wires[0])
         try:
             finite = self.codec.average(wires, layouts, header)
         except PayloadError as error:  # the other ranks wait for the means: send statuses that say refused
             self.refused = error.variable
             self.error = self.errors.withheld() or self.errors.undecoded(error, error.variable)
-            return self._refusal(wires[0])
+            return self._refusing_wire(wires[0])
         statuses, kept = self._statuses(finite, flags)
         stamps = header.received if rooted else header.own_stamp
         with recorder.phase("pack", bucket=self.bucket):
@@ -157,7 +157,7 @@ class MeanEncoder:
             if number != PRESENT:
                 self.codec.roll_back_mean(name)
 
-    def _refusal(self, like: Tensor) -> Tensor:
+    def _refusing_wire(self, like: Tensor) -> Tensor:
         """Return a wire of means without payloads, whose status refuses one variable."""
         return self._without_payloads([REFUSED if name == self.refused else MISSING for name in self.names], like)
 

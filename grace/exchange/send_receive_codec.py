@@ -103,7 +103,7 @@ class SendReceiveCodec(PerVariableCodec):
         backend = self.communicator.backend
         backend.label = label
         try:
-            return call_with_known(method, first, **options, name=name)
+            return call_with_accepted(method, first, **options, name=name)
         except GraceError:
             raise
         except Exception as error:
@@ -121,13 +121,13 @@ class SendReceiveCodec(PerVariableCodec):
         return self.values
 
 
-def call_with_known(method: Callable[..., T], first: object, **options: object) -> T:
+def call_with_accepted(method: Callable[..., T], first: object, **options: object) -> T:
     """Return ``method(first, ...)``, called with the ``options`` that it accepts, by its parameters' names: GRACE's
     frameworks pass ctx and name in different orders, or leave one out. Parameters of other names are passed in order.
 
-    >>> call_with_known(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
+    >>> call_with_accepted(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
     ([1], 'w', 'ctx')
-    >>> call_with_known(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
+    >>> call_with_accepted(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
     ([1], 'ctx')
     """
     names = list(inspect.signature(method).parameters)[1:]

@@ -46,7 +46,7 @@ class _Part(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _known_keys(cls, value: Any) -> Any:
-        return schema_words.refuse_unknown_keys(cls, value)
+        return schema_words.check_unknown_keys(cls, value)
 
 
 class Node(_Part):

@@ -323,11 +323,11 @@ class OuterRounds:
             # A last round, or a state that was loaded meanwhile, has ended the context.
             if self._own is own and self.has_anchors == held:
                 if outermost:
-                    self.leave_anchors()
+                    self.restore_own_parameters()
                 else:
                     self.model.write_buffers(buffers)
 
-    def leave_anchors(self) -> None:
+    def restore_own_parameters(self) -> None:
         """Return to this rank's own parameters and buffers, if it has the anchors for parameters."""
         if self._own is None:
             return
@@ -403,7 +403,7 @@ class OuterRounds:
         self.warns_if_unequal = False
         if self.runner.context.step == 0:  # nothing has moved
             return
-        self.leave_anchors()
+        self.restore_own_parameters()
         self.take_anchors()
         if self.shares_anchors:
             self._share_anchors()
@@ -653,9 +653,9 @@ def _next_anchor(optimizer: OuterOptimizer, anchor: Tensor, drift: Tensor, name:
     try:
         check_shape(moved, anchor, "step()")
     except PayloadError as error:
-        raise optimizer.refuse(f"{error}: return the next anchor of {name!r}") from None
+        raise optimizer.error(f"{error}: return the next anchor of {name!r}") from None
     if k.dtype(moved) != k.dtype(anchor):
-        raise optimizer.refuse(f"step() gave {k.dtype(moved)} for the anchor of {name!r}, which is {k.dtype(anchor)}")
+        raise optimizer.error(f"step() gave {k.dtype(moved)} for the anchor of {name!r}, which is {k.dtype(anchor)}")
     return moved
 
 

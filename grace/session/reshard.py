@@ -114,9 +114,9 @@ class Resharding:
                 found[kind] = self._convert_buffers(kind, names)
                 continue
             if kind.partition(".")[0] not in KINDS and kind not in kept:
-                self._refuse_or_drop(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
+                self._raise_or_drop(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
             for name in sorted(names - known):
-                self._refuse_or_drop(_unknown_name(kind, name))
+                self._raise_or_drop(_unknown_name(kind, name))
             for name, parts in parts_of.items():
                 if parts & names:
                     found[kind].update(self._convert_or_drop(self._convert, kind, name))
@@ -138,7 +138,7 @@ class Resharding:
         for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
-                self._refuse_or_drop(_unknown_name("mean", name))
+                self._raise_or_drop(_unknown_name("mean", name))
             for name, old in self.before.items():
                 if any(part in step for part in _part_names(name, old)):
                     new[-1].update(self._convert_or_drop(self._convert_pending, name, old, step))
@@ -149,10 +149,10 @@ class Resharding:
         try:
             return convert(*what)
         except Misfit as why:
-            self._refuse_or_drop(str(why))
+            self._raise_or_drop(str(why))
             return {}
 
-    def _refuse_or_drop(self, why: str) -> None:
+    def _raise_or_drop(self, why: str) -> None:
         """Raise ConfigError for state that does not fit if strict, else note that it is dropped."""
         if self.strict:
             raise ConfigError(f"{why}, {self.runner.context.api_names.otherwise}") from None

@@ -41,7 +41,7 @@ def damage_error(why: str) -> ConfigError:
     return ConfigError(f"the checkpoint's 'grace' entry is damaged: {why}")
 
 
-def refuse(where: str, should: str, value: object) -> ConfigError:
+def entry_error(where: str, should: str, value: object) -> ConfigError:
     """Return an error about one entry, which the caller raises."""
     return damage_error(f"{where or 'it'} should be {should}, and is {short(value)}")
 
@@ -61,7 +61,7 @@ def _join_path(where: str, key: str) -> str:
 def _instance_of(kind: type | tuple[type, ...], should: str) -> Form:
     def form(value: object, where: str) -> None:
         if not isinstance(value, kind):
-            raise refuse(where, should, value)
+            raise entry_error(where, should, value)
 
     return form
 
@@ -69,14 +69,14 @@ def _instance_of(kind: type | tuple[type, ...], should: str) -> Form:
 def _integer(low: int = 0, high: int = 2**63) -> Form:
     def form(value: object, where: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
-            raise refuse(where, f"a whole number of at least {low}" if low >= 0 else "a whole number", value)
+            raise entry_error(where, f"a whole number of at least {low}" if low >= 0 else "a whole number", value)
 
     return form
 
 
 def _scale(value: object, where: str) -> None:
     if not _is_number(value) or not SCALES[0] <= value <= SCALES[1]:
-        raise refuse(where, "a number above 0, of float32's", value)
+        raise entry_error(where, "a number above 0, of float32's", value)
 
 
 def _anything(value: object, where: str) -> None:
@@ -90,7 +90,7 @@ def _or_none(form: Form) -> Form:
 def _listed(form: Form) -> Form:
     def check(value: object, where: str) -> None:
         if not isinstance(value, (list, tuple)):
-            raise refuse(where, "a list", value)
+            raise entry_error(where, "a list", value)
         for i, item in enumerate(value):
             form(item, f"{where}[{i}]")
 
@@ -100,7 +100,7 @@ def _listed(form: Form) -> Form:
 def _table(form: Form, keys: Callable[[str], bool] = lambda key: True) -> Form:
     def check(value: object, where: str) -> None:
         if not isinstance(value, dict):
-            raise refuse(where, "a dict", value)
+            raise entry_error(where, "a dict", value)
         for key, item in value.items():
             if not isinstance(key, str) or not keys(key):
                 raise damage_error(f"{where or 'it'} holds {short(key)}, which is unknown")
@@ -144,12 +144,12 @@ def _is_array(value: object) -> bool:
 
 def _array(value: object, where: str) -> None:
     if not _is_array(value):
-        raise refuse(where, "a tensor of numbers", value)
+        raise entry_error(where, "a tensor of numbers", value)
 
 
 def _leaf(value: object, where: str) -> None:
     if not _is_number(value) and not _is_array(value):
-        raise refuse(where, "a number or a tensor of numbers", value)
+        raise entry_error(where, "a number or a tensor of numbers", value)
 
 
 def _value(value: object, where: str) -> None:
@@ -217,13 +217,13 @@ _options = {
 
 def _tensor(value: object, where: str) -> None:
     if not isinstance(value, (list, tuple)):
-        raise refuse(where, "a list", value)
+        raise entry_error(where, "a list", value)
     if len(value) != 3:
-        raise refuse(where, "a name, a shape and a type", str(list(value)))
+        raise entry_error(where, "a name, a shape and a type", str(list(value)))
     _text(value[0], f"{where}[0]")
     _listed(_integer())(value[1], f"{where}[1]")
     if value[2] not in ("float16", "bfloat16", "float32", "float64"):
-        raise refuse(f"{where}[2]", "a type of floats", value[2])
+        raise entry_error(f"{where}[2]", "a type of floats", value[2])
 
 
 TENSORS = _listed(_listed(_tensor))
@@ -242,14 +242,14 @@ def check(saved: object) -> None:
         ConfigError: the message names the entry.
     """
     if not isinstance(saved, dict):
-        raise refuse("", "a dict", saved)
+        raise entry_error("", "a dict", saved)
     version = saved.get("version")
     # Before the form, which another version may have changed.
     if not _is_number(version) or version != VERSION:
         raise ConfigError(f"the checkpoint's format is version {short(version)}, this Grace reads {VERSION}")
     STATE(saved, "")
     if saved["rank"] >= saved["size"]:
-        raise refuse("'rank'", f"below its size, {saved['size']}", saved["rank"])
+        raise entry_error("'rank'", f"below its size, {saved['size']}", saved["rank"])
     if "ranks" in saved and len(saved["ranks"]) != saved["size"]:
         raise damage_error(f"{saved['size']} ranks saved it, and it has the state of {len(saved['ranks'])}")
     for name, cut in saved["pieces"].items():
@@ -268,12 +268,12 @@ def _check_cut(cut: dict[str, Any], where: str) -> None:
     axis, shape, sizes = cut["axis"], cut["shape"], cut["sizes"]
     if axis is not None:
         if axis >= len(shape):
-            raise refuse(f"{where}['axis']", f"one of {len(shape)} dimensions", axis)
+            raise entry_error(f"{where}['axis']", f"one of {len(shape)} dimensions", axis)
         if not sizes or sum(sizes) != shape[axis]:
-            raise refuse(f"{where}['sizes']", "the parts of its dimension", str(list(sizes)))
+            raise entry_error(f"{where}['sizes']", "the parts of its dimension", str(list(sizes)))
     for key in ("sizes", "methods", "memories", "destinations"):
         if len(cut[key]) != (len(sizes) if axis is not None else 1):
-            raise refuse(f"{where}[{key!r}]", "one for each part", str(list(cut[key])))
+            raise entry_error(f"{where}[{key!r}]", "one for each part", str(list(cut[key])))
 
 
 # -- the values ----------------------------------------------------------------------------------------------

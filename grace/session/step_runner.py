@@ -266,7 +266,7 @@ class StepRunner:
         if isinstance(communicator, ReduceBroadcast) and communicator.local_replication and not alone:
             backend = self.exchange_thread().backend if communicator.delayed else self.channel
             if backend.pairs_by_name and backend.framework == "tensorflow":
-                raise communicator.refuse("local_replication is not for Horovod with TensorFlow: use MPI")
+                raise communicator.error("local_replication is not for Horovod with TensorFlow: use MPI")
             communicator.node_groups = self.node_groups(backend, communicator.root)
 
     def node_names(self) -> list[str]:
@@ -547,9 +547,9 @@ class StepRunner:
                 component.state.rollback(name)
             component.state.commit()
         self.waits_for_step = False
-        self._take_back_delayed(shards)
+        self._roll_back_delayed(shards)
 
-    def _take_back_delayed(self, discarded: Collection[str]) -> None:
+    def _roll_back_delayed(self, discarded: Collection[str]) -> None:
         """Apply the earlier means that the last step returned in a later one, and drop the last step's own means, of
         shards whose gradients were discarded; keep those of all others."""
         trips = self._unused_trips
@@ -561,7 +561,7 @@ class StepRunner:
         if any(map(_overflowed, earlier)):
             return
         for trip in trips:
-            self.carry_over(trip.take_back(discarded))
+            self.carry_over(trip.roll_back(discarded))
 
     def _roll_back(self) -> None:
         self.waits_for_step = False

@@ -114,7 +114,7 @@ class Builder(Component):
         """Return :meth:`choice`, which a user's class may define."""
         choice = self.choice(variable)
         if not isinstance(choice, (tuple, list)) or len(choice) != 2:
-            raise self.refuse(f"choice() must return two things, (compressor, memory), not {choice!r}")
+            raise self.error(f"choice() must return two things, (compressor, memory), not {choice!r}")
         return choice
 
     def collective(self, variable: Variable, group: int) -> ShardPlan:
@@ -148,7 +148,7 @@ def _with_world_size(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
         built = build(self, variables, resources)
         if not isinstance(built, Strategy):
             made = type(built).__name__
-            raise self.refuse(
+            raise self.error(
                 f"build() must return a Strategy, which self.strategy(plans, resources) makes, not a {made}"
             )
         return built

@@ -44,7 +44,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, value: object) -> object:
-        return schema_words.refuse_unknown_keys(cls, value)
+        return schema_words.check_unknown_keys(cls, value)
 
 
 class Match(Strict):

@@ -10,7 +10,7 @@ from grace.core.arguments import check_keras_backend
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.session.metrics import add_up
-from grace.tensorflow.distribute import refuse_distribute
+from grace.tensorflow.distribute import check_not_distribute
 from grace.tensorflow.optimizer_state import accumulators, distributed_in, without_loss_scale
 from grace.tensorflow.session import Session
 from grace.tensorflow.variables import broadcast_named, broadcast_variables, names_of_slots
@@ -43,7 +43,7 @@ class OnRanks(keras.callbacks.Callback):
         """
         check_keras_backend()
         super().set_model(model)
-        refuse_distribute(getattr(model, "distribute_strategy", None))
+        check_not_distribute(getattr(model, "distribute_strategy", None))
 
 
 class BroadcastCallback(OnRanks):

@@ -17,12 +17,12 @@ REASONS = {
 }
 
 
-def refusal(name: str) -> ConfigError:
+def distribute_error(name: str) -> ConfigError:
     """Return the error for a strategy's class.
 
-    >>> print(str(refusal("TPUStrategyV2"))[:92])
+    >>> print(str(distribute_error("TPUStrategyV2"))[:92])
     Grace does not go under tf.distribute's TPUStrategy, which compiles steps by XLA, which cann
-    >>> "step at its own pace" in str(refusal("ParameterServerStrategyV2"))
+    >>> "step at its own pace" in str(distribute_error("ParameterServerStrategyV2"))
     True
     """
     name = re.sub(r"V\d$", "", name)
@@ -34,7 +34,7 @@ def refusal(name: str) -> ConfigError:
     )
 
 
-def refuse_distribute(*made: "tf.distribute.Strategy | None") -> None:
+def check_not_distribute(*made: "tf.distribute.Strategy | None") -> None:
     """Raise under a strategy's scope, or for models and optimizers that were made under one.
 
     Args:
@@ -46,7 +46,7 @@ def refuse_distribute(*made: "tf.distribute.Strategy | None") -> None:
     found = [tf.distribute.get_strategy()] if tf.distribute.has_strategy() else []
     for strategy in [*found, *made]:
         if isinstance(strategy, tf.distribute.Strategy) and type(strategy).__name__ != "_DefaultDistributionStrategy":
-            raise refusal(type(strategy).__name__)
+            raise distribute_error(type(strategy).__name__)
 
 
 def strategy_of(variable: "tf.Variable | tf.Tensor") -> "tf.distribute.Strategy | None":

@@ -31,8 +31,16 @@ from grace.strategy.execution import StrategyArg
 from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.auto import is_adaptive
-from grace.tensorflow.distribute import refuse_distribute
+from grace.tensorflow.distribute import check_not_distribute
 from grace.tensorflow.loss_scale import all_finite, patch_check_finite
+from grace.tensorflow.optimizer_checks import (
+    bypass_error,
+    check_arguments,
+    check_momentum,
+    check_not_multi_optimizer,
+    delayed_variables_left_out,
+    given_twice,
+)
 from grace.tensorflow.optimizer_state import (
     FILE,
     GraceState,
@@ -43,14 +51,6 @@ from grace.tensorflow.optimizer_state import (
     without_loss_scale,
 )
 from grace.tensorflow.reductions import engine_of
-from grace.tensorflow.refusals import (
-    check_momentum,
-    delayed_variables_left_out,
-    given_twice,
-    not_exchanged,
-    refuse_arguments,
-    refuse_multi_optimizer,
-)
 from grace.tensorflow.sharding import Flag, Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
 from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
@@ -132,7 +132,7 @@ class DistributedMixin(NoHorovodSubclass):
         self._exchanged = False
         result = function(*args)
         if not self._exchanged:
-            raise not_exchanged(self, name)
+            raise bypass_error(self, name)
         return result
 
     @tf.autograph.experimental.do_not_convert
@@ -524,15 +524,15 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     check_keras_backend()
-    refuse_arguments(horovods)
+    check_arguments(horovods)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise optimizer_type_error(optimizer)
     inner = without_loss_scale(optimizer)
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
-    refuse_multi_optimizer(inner)
+    check_not_multi_optimizer(inner)
     compressor = compressor_for(inner, compression, compressor)
-    refuse_distribute(inner._distribution_strategy)
+    check_not_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
     optimizer_ref: Callable[[], keras.optimizers.Optimizer] = weakref.ref(
         inner

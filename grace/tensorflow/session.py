@@ -18,7 +18,7 @@ from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Traffic
-from grace.kernels.tensorflow.graph_numbers import refuse_xla
+from grace.kernels.tensorflow.graph_numbers import check_not_xla
 from grace.session import checkpoint
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.metrics import metrics
@@ -31,7 +31,7 @@ from grace.strategy.choices import AutoRequest, Choices
 from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.strategy.resources import ResourcesArg
-from grace.tensorflow.distribute import refuse_distribute
+from grace.tensorflow.distribute import check_not_distribute
 from grace.tensorflow.local_model import KerasModel, ModelInGraph
 from grace.tensorflow.reductions import assign_means, largest, summed
 from grace.tensorflow.representation import Tensors, from_tensors, representation_of
@@ -193,8 +193,8 @@ class Session:
 
     def check_open(self) -> None:
         """Raise if the exchange has ended, or cannot be part of the graph that is being traced."""
-        refuse_xla()
-        refuse_distribute()
+        check_not_xla()
+        check_not_distribute()
         if self.closed:
             raise ExchangeError(
                 "this exchange was closed, and a graph that was traced before still wants it: call model.compile "

@@ -15,7 +15,7 @@ from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
-from grace.tensorflow.distribute import refuse_distribute
+from grace.tensorflow.distribute import check_not_distribute
 from grace.tensorflow.optimizer_state import GraceState
 from grace.tensorflow.sharding import Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
@@ -229,7 +229,7 @@ def DistributedGradientTape(
     if isinstance(tape, _Distributed):
         raise ConfigError("this tape is distributed already")
     compressor = compressor_for(None, options.pop("compression", None), compressor)
-    refuse_distribute()
+    check_not_distribute()
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
     tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})

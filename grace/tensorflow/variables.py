@@ -20,7 +20,7 @@ from grace.kernels import kernels_of
 from grace.session import state_schema
 from grace.session.agreement import first_difference, gather_or_raise
 from grace.session.state_schema import SavedState
-from grace.tensorflow.distribute import refuse_distribute, strategy_of
+from grace.tensorflow.distribute import check_not_distribute, strategy_of
 from grace.tensorflow.preprocessing import broadcast_adapted_layers
 
 AnyVariable = Union["keras.Variable", "tf.Variable"]
@@ -113,7 +113,7 @@ def describe_variable(name: str, variable: AnyVariable, sparse: bool) -> Variabl
     Raises:
         ConfigError: the variable cannot be exchanged.
     """
-    refuse_distribute(strategy_of(value_of(variable)))
+    check_not_distribute(strategy_of(value_of(variable)))
     dtype = tf.as_dtype(variable.dtype).name
     if not dtype.startswith(("float", "bfloat")):
         raise ConfigError(f"variable {name!r} is {dtype}; Grace exchanges float16, bfloat16, float32 and float64")
@@ -164,7 +164,7 @@ def broadcast_variables(
 def broadcast_named(names: list[str], variables: Sequence[AnyVariable], root: int, backend: Backend) -> None:
     """Give every rank the root's values of variables, in place; the ranks compare them under these names."""
     found = [value_of(variable) for variable in variables]
-    refuse_distribute(*map(strategy_of, found))
+    check_not_distribute(*map(strategy_of, found))
     _compare(names, [f"{tf.as_dtype(v.dtype).name}{v.shape}" for v in found], root, backend)
     with backend.checked_operation(f"broadcast of {len(found)} variables"), tf.init_scope():
         for variable in found:

@@ -27,10 +27,10 @@ from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import (
     ModuleLayout,
     all_gather_states,
+    check_not_compressed,
     find_layouts,
     fsdp_param_groups,
     in_backward,
-    refuse_second,
     subscribe_to_steps,
 )
 from grace.torch.hooks import not_compiled
@@ -348,7 +348,7 @@ def compress_all_gather(
 
     def variables() -> list[Variable]:
         """List the variables that are sent: each parameter's part in this rank's shard."""
-        refuse_second(layouts, all_gather_states, "the all-gathers")
+        check_not_compressed(layouts, all_gather_states, "the all-gathers")
         devices = {name: str(param.sharded_param.device) for layout in layouts
                    for name, param in zip(layout.names, layout.params, strict=True)}  # fmt: skip
         sizes = {name: size for layout in layouts for name, size in sizes_of(layout).items()}

@@ -29,11 +29,11 @@ from grace.torch.fsdp_layout import (
     ModuleLayout,
     ModulePasses,
     ShardGroup,
+    check_not_compressed,
     find_layouts,
     fsdp_param_groups,
     in_backward,
     reduce_scatter_states,
-    refuse_second,
     replica_states,
 )
 from grace.torch.state_dict import move_to_devices, unpack_state
@@ -284,7 +284,7 @@ def register_fsdp_hook(
 
     def variables() -> list[Variable]:
         """List the variables to exchange: each parameter's part that this rank has."""
-        refuse_second(layouts, replica_states, "the exchanges between replicas")
+        check_not_compressed(layouts, replica_states, "the exchanges between replicas")
         for layout in layouts:
             layout.check_real("register_fsdp_hook")
         return [variable for layout in layouts for variable in layout.variables()]

@@ -156,7 +156,7 @@ def all_gather_states(layouts: Sequence[ModuleLayout]) -> list[Any]:
     return _unique_states([group._all_gather_comm for layout in layouts for group in fsdp_param_groups(layout.module)])
 
 
-def refuse_second(
+def check_not_compressed(
     layouts: Sequence[ModuleLayout], states_of: Callable[[Sequence[ModuleLayout]], list[Any]], what: str
 ) -> None:
     """Raise ConfigError if Grace compresses this exchange of one of the modules already.

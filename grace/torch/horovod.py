@@ -102,7 +102,7 @@ class HorovodSession(Session):
         from."""
         self.context.hyperparameter_digest = digest((*self.hyperparameters, self.runner.run_id))
 
-    def leave_to_horovod(self, p: torch.nn.Parameter) -> bool:
+    def delegate_to_horovod(self, p: torch.nn.Parameter) -> bool:
         """Return True if Horovod may exchange a parameter's sparse gradient: it shares no bucket by the user's choice.
         If it shares a bucket otherwise, the bucket is exchanged as if it had no gradient for this parameter."""
         name = self.name_of[p]
@@ -277,7 +277,7 @@ class HorovodOptimizer(_DistributedOptimizer):
         """Start the exchange of one gradient. A sparse one that is not to be made dense is exchanged by Horovod,
         uncompressed."""
         session = self._grace
-        if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.leave_to_horovod(p):
+        if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.delegate_to_horovod(p):
             session.count_sparse(p.grad)
             return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
         session.mark_ready(p)

@@ -29,12 +29,12 @@ def plain_copy(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     until it is made distributed, because it would train this rank's model alone."""
     optimizer = kind.__new__(kind)
     hooks: OrderedDict[int, object] = OrderedDict()
-    hooks[RemovableHandle(hooks).id] = refuse_step
+    hooks[RemovableHandle(hooks).id] = raise_in_step
     vars(optimizer)["_optimizer_step_pre_hooks"] = hooks
     return optimizer
 
 
-def refuse_step(optimizer: torch.optim.Optimizer, *ignored: object) -> NoReturn:
+def raise_in_step(optimizer: torch.optim.Optimizer, *ignored: object) -> NoReturn:
     """Refuse a step of a copied optimizer. This is a hook of its steps."""
     raise ConfigError(
         f"this {type(optimizer).__name__} is a copy of a distributed optimizer, and exchanges nothing: make it "
@@ -46,5 +46,5 @@ def refuse_step(optimizer: torch.optim.Optimizer, *ignored: object) -> NoReturn:
 def allow_steps(optimizer: torch.optim.Optimizer) -> None:
     """Let a copied optimizer step again, since it becomes distributed."""
     hooks = optimizer._optimizer_step_pre_hooks
-    for number in [number for number, hook in hooks.items() if hook is refuse_step]:
+    for number in [number for number, hook in hooks.items() if hook is raise_in_step]:
         del hooks[number]

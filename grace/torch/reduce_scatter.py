@@ -34,11 +34,11 @@ from grace.torch.fsdp_layout import (
     TRAINED_BEFORE,
     ModuleLayout,
     ModulePasses,
+    check_not_compressed,
     find_layouts,
     fsdp_param_groups,
     in_backward,
     reduce_scatter_states,
-    refuse_second,
     replica_states,
     subscribe_to_steps,
 )
@@ -505,7 +505,7 @@ def compress_reduce_scatter(
     def rows() -> list[Variable]:
         """Check the arguments and list the variables to exchange: of each module's gradient the part of each rank."""
         check_integer("compress_after", compress_after, low=0)
-        refuse_second(layouts, reduce_scatter_states, "the reduce-scatters")
+        check_not_compressed(layouts, reduce_scatter_states, "the reduce-scatters")
         for layout in layouts:
             layout.check_real("compress_reduce_scatter")
         return [

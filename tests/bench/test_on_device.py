@@ -79,7 +79,7 @@ def test_what_a_replay_reads_stays_as_long_as_the_replay(monkeypatch):
     """Or others' numbers lie there: replays of a decoder died of indices out of bounds."""
 
     monkeypatch.setattr(torch, "cuda", mock.MagicMock(**{"get_device_properties.return_value.L2_cache_size": 0}))
-    monkeypatch.setattr(clocks, "reads_back", lambda work: False)
+    monkeypatch.setattr(clocks, "synchronizes_host", lambda work: False)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     clock, payload = clocks.DeviceClock(), torch.zeros(3)
     held = weakref.ref(payload)

@@ -66,13 +66,13 @@ class DeviceClock(HostClock):
             for _ in range(WARM_UP):
                 work()
         torch.cuda.synchronize()
-        if reads_back(work):
+        if synchronizes_host(work):
             return work, False
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):  # tables were copied on this stream
                 work()
-        except RuntimeError:  # the work waits in a way that reads_back does not see
+        except RuntimeError:  # the work waits in a way that synchronizes_host does not see
             torch.cuda.synchronize()
             return work, False
         self._graphs.append((graph, work))
@@ -99,7 +99,7 @@ class DeviceClock(HostClock):
         torch.cuda.empty_cache()
 
 
-def reads_back(work: Callable[[], object]) -> bool:
+def synchronizes_host(work: Callable[[], object]) -> bool:
     """Return True if work makes the host wait for the GPU, as far as torch knows."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")

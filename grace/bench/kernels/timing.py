@@ -207,7 +207,7 @@ class Exchanged:
         found = [Variable(f"{NAME}{i}", tuple(x.shape), device=str(x.device)) for i, x in enumerate(xs)]
         plan = UniformPlan(method, memory, None, Limits())
         self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
-        self.runner.resolve_headers = leave_unread
+        self.runner.resolve_headers = skip_reading_headers
         self.tensors = {variable.name: pair for variable, pair in zip(found, zip(xs, outs, strict=True), strict=True)}
 
     @property
@@ -245,7 +245,7 @@ class Exchanged:
             raise
 
 
-def leave_unread(trips: Sequence[AnyRoundTrip]) -> None:
+def skip_reading_headers(trips: Sequence[AnyRoundTrip]) -> None:
     """Forget the headers that round trips have left on a device to be read."""
     for trip in trips:
         trip.header.deferred_reads = []

@@ -6,7 +6,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from grace.errors import ConfigError
 
 
-def refuse_xla() -> None:
+def check_not_xla() -> None:
     """Raise ConfigError in a graph that XLA is to compile."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ConfigError(

@@ -16,7 +16,7 @@ import tensorflow as tf
 from grace.kernels.numba.availability import missing
 from grace.kernels.random import Stream
 from grace.kernels.reference import Kernels
-from grace.kernels.tensorflow.graph_numbers import number, refuse_xla
+from grace.kernels.tensorflow.graph_numbers import check_not_xla, number
 from grace.kernels.tensorflow.host import host_kernels
 from grace.kernels.tensorflow.interop import aligned_copy, aligned_empty, as_array, as_tensor
 
@@ -110,7 +110,7 @@ class TensorFlowKernels(Kernels):
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if not any(map(tf.is_symbolic_tensor, tensors)):
             return function(tensors)
-        refuse_xla()
+        check_not_xla()
         results = tf.py_function(lambda *eager: function(list(eager)), tensors, [tensor.dtype for tensor in tensors])
         for result, tensor in zip(results, tensors, strict=True):
             result.set_shape(tensor.shape)
@@ -218,7 +218,7 @@ def _on_host(method: str) -> Callable[..., object]:
 def _in_graph(k: TensorFlowKernels, method: str, args: list[Any]) -> object:
     """Return the results of a kernel that is called when the graph runs. Tensors, and a step that is one, are inputs of
     the call."""
-    refuse_xla()
+    check_not_xla()
     args = [tf.convert_to_tensor(arg) if isinstance(arg, tf.Variable) else arg for arg in args]
     places = [i for i, arg in enumerate(args) if _is_tensor(arg)]
     drawn = [i for i, arg in enumerate(args) if isinstance(arg, Stream) and _is_tensor(arg.step)]

@@ -49,7 +49,7 @@ class MemoryShortage(ConfigError):
         self.missing = missing
 
 
-def nearest_refusal(refused: Sequence[ConfigError]) -> ConfigError:
+def nearest_error(refused: Sequence[ConfigError]) -> ConfigError:
     """Return the error of the search that came nearest to a plan: the smallest shortage of memory, or the last error if
     memory suffices for all."""
     shortages = [one for one in refused if isinstance(one, MemoryShortage)]
@@ -204,7 +204,7 @@ def search_plan(
         except ConfigError as error:
             refused.append(error)
     if not found:
-        raise nearest_refusal(refused)
+        raise nearest_error(refused)
     best = min(found, key=lambda plan: round(plan.seconds, 9))  # of equal plans the one with most devices
     method = options.compressor if options.strategy is None else options.strategy
     return dataclasses.replace(best, limit=options.memory, compressor=_described(method))

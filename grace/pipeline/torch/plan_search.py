@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grace.errors import ConfigError
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.pipeline_plan import PipelinePlan
-from grace.pipeline.planning.search import SearchOptions, nearest_refusal, search_plan
+from grace.pipeline.planning.search import SearchOptions, nearest_error, search_plan
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links, Network
 from grace.planner.step_timer import undisturbed
@@ -63,7 +63,7 @@ def search_plan_by_throughput(
         except ConfigError as error:
             refused.append(error)
     if not plans:
-        raise nearest_refusal(refused)
+        raise nearest_error(refused)
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
 
 

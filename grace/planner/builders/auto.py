@@ -70,13 +70,13 @@ class Auto(Builder):
 
     def __post_init__(self) -> None:
         if self.compressor != "none" or self.memory is not None:
-            raise self.refuse("it chooses compressors and memories itself; methods= says among which")
+            raise self.error("it chooses compressors and memories itself; methods= says among which")
         check_quality(self.quality)
         make("compressor", self.reference)
         if isinstance(self.methods, (str, dict)):
             self.methods = [self.methods]
         if self.methods is not None and not isinstance(self.methods, (list, tuple)):
-            raise self.refuse(f"methods must be a list of specs, not {self.methods!r}")
+            raise self.error(f"methods must be a list of specs, not {self.methods!r}")
         if self.backward is not None:
             self.check_number("backward", 0.0)
         self.check_integer("seed", 0)
@@ -130,7 +130,7 @@ class Auto(Builder):
         """Return the links that the parameters describe. Raise ConfigError if one is no bandwidth, or no latency."""
         rate = self._quantity("bandwidth", RATE, BITS, GIGA, "Gbit/s above 0, or text as '100mbit'")
         if not rate:
-            raise self.refuse(f"bandwidth must be Gbit/s above 0, or text as '100mbit', not {self.bandwidth!r}")
+            raise self.error(f"bandwidth must be Gbit/s above 0, or text as '100mbit', not {self.bandwidth!r}")
         return Links(rate / 8, self._quantity("latency", LATENCY, SECONDS, 1.0, "seconds, or text as '50us'"))
 
     def _quantity(self, key: str, default: float, units: Mapping[str, float], unit: float, form: str) -> float:
@@ -139,9 +139,9 @@ class Auto(Builder):
         if value is None:
             return default
         if isinstance(value, str):
-            return parse_quantity(value, units, str(self.refuse(f"{key} must be {form}")))
+            return parse_quantity(value, units, str(self.error(f"{key} must be {form}")))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise self.refuse(f"{key} must be {form}, not {value!r}")
+            raise self.error(f"{key} must be {form}, not {value!r}")
         return value * unit
 
 

@@ -40,7 +40,7 @@ class ByType(Builder):
         if self.chunk_size is not None:
             self.check_integer("chunk_size", 1)
         if self.matrices is not None and self.compressor != "powersgd(rank=4)":
-            raise self.refuse("matrices is another word for compressor: leave one of them out")
+            raise self.error("matrices is another word for compressor: leave one of them out")
 
     def build(self, variables, resources):
         matrices = self.choosing(self.matrices or self.compressor, self.memory)

@@ -42,7 +42,7 @@ class SizeThreshold(Builder):
         if self.chunk_size is not None:
             self.check_integer("chunk_size", 1)
         if self.large is not None and self.compressor != "topk":
-            raise self.refuse("large is another word for compressor: leave one of them out")
+            raise self.error("large is another word for compressor: leave one of them out")
 
     def build(self, variables, resources):
         builders = self.choosing(self.small), self.choosing(self.large or self.compressor, self.memory)

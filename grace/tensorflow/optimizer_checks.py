@@ -23,7 +23,7 @@ HOROVODS = {
 """Arguments of Horovod's DistributedOptimizer for Keras that Grace's does not take, with what to write instead."""
 
 
-def refuse_arguments(options: Iterable[str]) -> None:
+def check_arguments(options: Iterable[str]) -> None:
     """Raise for arguments that the distributed optimizer does not take.
 
     Raises:
@@ -36,7 +36,7 @@ def refuse_arguments(options: Iterable[str]) -> None:
         raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {name!r}")
 
 
-def refuse_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+def check_not_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise for Keras's MultiOptimizer, which only passes gradients to the optimizers in it.
 
     Raises:
@@ -51,7 +51,7 @@ def refuse_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-def not_exchanged(optimizer: keras.optimizers.Optimizer, method: str) -> ConfigError:
+def bypass_error(optimizer: keras.optimizers.Optimizer, method: str) -> ConfigError:
     """Return the error for a class whose method updates variables without passing the place where gradients are
     exchanged."""
     name = type(optimizer).__name__

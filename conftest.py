@@ -4,7 +4,7 @@ import contextlib
 from importlib.util import find_spec
 
 import pytest
-from _pytest.doctest import DoctestModule
+from _pytest.doctest import DoctestItem, DoctestModule
 
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401 - where TensorFlow was imported before, it ends the process: both bring an LLVM
@@ -32,3 +32,15 @@ def pytest_collect_file(file_path):
     if not any(isinstance(one, DoctestModule) for one in found) or ">>>" in file_path.read_text():
         return found
     return [one for one in found if not isinstance(one, DoctestModule)]
+
+
+@pytest.fixture(autouse=True)
+def registrations(request):
+    """Take back what an example registers: later tests list all components."""
+    if not isinstance(request.node, DoctestItem):
+        yield
+        return
+    from tests.support.own_parts import registered
+
+    with registered():
+        yield

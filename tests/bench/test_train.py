@@ -364,8 +364,10 @@ def test_the_gain_that_a_method_lacks_is_that_of_the_loss(metric, lacks):
 
 @pytest.mark.slow
 def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
-    methods, seeds, epochs = (METHODS, 2, 12) if THOROUGH else (("none", "topk(ratio=0.01)"), 1, 9)
-    args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", str(epochs)]
+    """After 16 epochs the accuracies of each seed are within .003 of one another. After 9 those of seeds, and those of
+    CPUs that sum in another order, are .02 apart."""
+    methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)"), 1)
+    args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", "16"]
     grace_program("bench", "train", *args, "--out", str(tmp_path))
     qualities = {row["method"]: row["quality"] for row in results.load(tmp_path).rows}
     assert list(qualities) == list(methods)

@@ -22,7 +22,6 @@ from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.pipeline.planning.exchange_prediction import strategy_document
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.planning.pipedream import read_graph
 from grace.pipeline.planning.pipeline_plan import HEADINGS, LEGEND, PipelinePlan
 from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import Numbers, SearchOptions, search_plan, space_of
@@ -39,7 +38,7 @@ Profile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="File with the model's graph and times: written by grace pipeline graph -o, or a profile of PipeDream.",
+        help="File with the model's graph and times: written by grace pipeline graph -o.",
     ),
 ]
 Model = Annotated[
@@ -265,7 +264,7 @@ def load_graph(profile: Path | None, model: str | None, dry: bool = False) -> Gr
     if profile is not None:
         if dry:
             raise ConfigError("--dry is for --model: a profile has its times")
-        return read_graph(profile)
+        return Graph.load(profile)
     assert model is not None
     result = call_model_function(model)
     if not isinstance(result, tuple) or len(result) != 2 or callable(result[1]):

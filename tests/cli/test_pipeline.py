@@ -1,4 +1,4 @@
-"""``grace pipeline``: plan, show and check, on a profile of PipeDream's."""
+"""``grace pipeline``: plan, show and check, on one of PipeDream's profiles."""
 
 import json
 import re

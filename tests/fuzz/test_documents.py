@@ -14,7 +14,6 @@ from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.errors import GraceError
 from grace.launch.cluster import Resources
-from grace.pipeline.planning import pipedream
 from grace.pipeline.planning.graph import Graph, GraphNode
 from grace.pipeline.planning.pipeline_plan import PipelinePlan, Stage
 from grace.strategy import schema
@@ -63,12 +62,6 @@ GRAPH = Graph(
     together=(frozenset("ab"),),
     variables=(Variable("w", (2, 3)),),
 ).to_dict()
-PIPEDREAM = {
-    "columns": pipedream.COLUMNS,
-    "source": "profiles/vgg16/graph.txt",
-    "nodes": [["x", "Input", 0.0, 0.0, 8.0, 0.0], ["a", "Linear", 1.0, 2.0, 4.0, 24.0], ["b", "ReLU", 0, 0, 4, 0]],
-    "edges": [["x", "a"], ["a", "b"]],
-}
 KINDS = ("compressor", "memory", "communicator", "builder", "rule")
 SIGNS = ["(", ")", "=", ",", "|", " ", "[", "]", "ratio", "levels", "clip", "true", "'x'"]
 WORDS = st.sampled_from(
@@ -133,7 +126,7 @@ DOCUMENTS = {
     ),
     "calibration": (ANY | mutated(MADE.to_dict()), read_calibration, Calibration.write, used_calibration, ["json"]),
     "plan": (ANY | mutated(PLAN), PipelinePlan.load, PipelinePlan.save, lambda plan: (plan, str(plan)), ["json"]),
-    "graph": (mutated(GRAPH) | mutated(PIPEDREAM), pipedream.read_graph, Graph.save, lambda graph: graph.key, ["json"]),
+    "graph": (mutated(GRAPH), Graph.load, Graph.save, lambda graph: graph.key, ["json"]),
 }
 """Documents by kind: drawn ones, their reader and writer, and what must be equal when one is written and read again."""
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.hand_cuts import BY_HAND, equal_time
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import cut_at
-from grace.pipeline.planning.pipedream import read_graph
+from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.predict import predict_data_parallel
 from grace.pipeline.planning.search import SearchOptions, search, space_of
 from grace.pipeline.planning.stage_costs import Space
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROFILES = Path(__file__).parent / "profiles"
 """Profiles of PipeDream (Narayanan et al., SOSP 2019), of one batch on a V100: profiler/*/profiles/MODEL/graph.txt in
-its repository. Views keep no memory for backward, and other nodes their values."""
+its repository, as graphs. Views keep no memory for backward, and other nodes their values."""
 
 
 def longest(graph, cuts):
@@ -42,7 +42,7 @@ def test_equal_time_is_the_shortest_longest_stage(stages):
 @pytest.mark.parametrize("name", sorted(BY_HAND))
 def test_cuts_by_hand_are_as_many_as_asked(name):
     for path in sorted(PROFILES.glob("*.json")):
-        graph = read_graph(path)
+        graph = Graph.load(path)
         for stages in (2, 4, 8):
             cuts = BY_HAND[name](graph, stages)
             assert len(cuts) == len(set(cuts)) == stages - 1
@@ -65,7 +65,7 @@ def cut_by_hand(space, how):
 
 @pytest.mark.parametrize(("name", "gbit"), [("vgg16", 1), ("vgg16", 10), ("gnmt", 1), ("gnmt", 10)])
 def test_plans_are_never_slower_than_cuts_by_hand(name, gbit):
-    graph = read_graph(PROFILES / f"{name}.json")
+    graph = Graph.load(PROFILES / f"{name}.json")
     options = SearchOptions(memory=16e9, memory_margin=0.0)
     space = space_of(graph, 4, graph.rows * 4, Links(gbit * 1e9 / 8, 2e-5), options)
     found = search(space, SearchOptions())
@@ -92,7 +92,7 @@ def test_too_many_stages_are_refused():
 
 
 def planned(name, gbit, **options):
-    graph = read_graph(PROFILES / f"{name}.json")
+    graph = Graph.load(PROFILES / f"{name}.json")
     return plan(graph, 8, graph.rows * 8, Links(gbit * 1e9 / 8, 20e-6), **options)
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from grace.errors import ConfigError
 from grace.pipeline.planning.blocks import ModelBlock, blocks, units
 from grace.pipeline.planning.graph import Graph, GraphNode
-from grace.pipeline.planning.pipedream import read_graph
 from tests.pipeline.graphs import chain, graphs
 
 PROFILES = sorted((Path(__file__).parent / "profiles").glob("*.json"))
@@ -111,7 +110,7 @@ def test_ten_thousand_nodes_are_few_blocks():
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_profiles_are_cut(path):
-    graph = read_graph(path)
+    graph = Graph.load(path)
     found = blocks(graph)
     assert len(found) <= 32
     graph.passed_on([block.nodes for block in found])

@@ -7,18 +7,22 @@ changes.
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
-import subprocess
+import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grace.bench.common.ending import LinkError
 from grace.bench.link import namespaces
 from grace.errors import ConfigError
-from grace.launch.processes import end, signals_deferred, signals_raise
+from grace.launch.processes import signals_deferred, signals_raise
 
 MTU = 9000
 """Bytes of a jumbo frame: headers are under 1 % of it, and 10 Gbit/s do not take all of the processor."""
@@ -34,11 +38,14 @@ WARM_UP = 0.3
 """Seconds that a stream gets to reach its speed."""
 FEWEST_PACKETS = 50
 """Number of packets that a measurement of a rate takes at least."""
+CHUNK = 1 << 16
+"""Bytes that are copied at once; they stay in the cache."""
+PATIENCE = 30
+"""Seconds to wait for the other end of a stream."""
 PORT = 29500
 PROGRAMS = ("ip", "tc", "unshare")
 CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 """Bits of Linux's capabilities: to change networks, and to make namespaces."""
-STREAM = Path(__file__).with_name("stream.py")
 
 _numbers = itertools.count()
 
@@ -136,6 +143,20 @@ class Link:
         """Return the rank's IP address."""
         return "10.77.{}.{}".format(*divmod(self._checked(rank) + 1, 250))
 
+    def socket(self, rank: int) -> socket.socket:
+        """Return a TCP socket on the rank's side of the link, for this process."""
+
+        def enter_and_open() -> socket.socket:
+            with Path(namespaces.FOLDER, self._namespace(self._checked(rank))).open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise LinkError(f"cannot enter the link: {os.strerror(ctypes.get_errno())}")
+            return socket.socket()
+
+        with ThreadPoolExecutor(1) as thread:  # only this thread is in the namespace; a socket stays in its own
+            opened = thread.submit(enter_and_open).result()
+        opened.settimeout(PATIENCE)
+        return opened
+
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables that torch.distributed needs when the rank is started without torchrun."""
         return {
@@ -190,34 +211,47 @@ class Link:
 
 
 def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1) -> float:
-    """Return the bits per second that a process on one rank receives from one on another, by TCP.
+    """Return the bits per second that one rank receives from another, by TCP.
 
     They are counted for so many seconds, after the stream has reached its speed; longer on links so slow that few
-    packets would be counted. A LinkError says that the processes failed.
+    packets would be counted. Both times end with bytes that arrived. A LinkError says that none arrive.
     """
     if link.ranks < 2:
         raise ConfigError("throughput is measured between two ranks, and the link has one")
-    seconds = max(seconds, FEWEST_PACKETS * MTU * 8 / link.rate)
-    with contextlib.ExitStack() as stack:
-        counting = stack.enter_context(_start(link, receiver, ["receive", str(WARM_UP), str(seconds)]))
-        stack.callback(end, counting)
-        port = counting.stdout.readline().strip() if counting.stdout else ""
-        if port:
-            sending = stack.enter_context(_start(link, sender, ["send", link.address(receiver), port]))
-            stack.callback(end, sending)
+    with link.socket(receiver) as server, link.socket(sender) as sending:
+        server.bind((link.address(receiver), 0))
+        server.listen()
         try:
-            out, complaint = counting.communicate(timeout=WARM_UP + seconds + 60)
-        except subprocess.TimeoutExpired:
+            sending.connect(server.getsockname())
+            receiving, _ = server.accept()
+            receiving.settimeout(PATIENCE)
+            thread = threading.Thread(target=_send, args=(sending,), daemon=True)
+            thread.start()
+            with receiving:
+                _receive(receiving, WARM_UP)
+                received, took = _receive(receiving, max(seconds, FEWEST_PACKETS * MTU * 8 / link.rate))
+        except TimeoutError:
             raise LinkError("the stream stands still") from None
-    if counting.returncode != 0:
-        raise LinkError(f"the receiver failed: {complaint.strip()}")
-    return float(out)
+        thread.join()
+    return 8 * received / took
 
 
-def _start(link: Link, rank: int, args: list[str]) -> subprocess.Popen:
-    python = [sys.executable, "-I", "-S", str(STREAM)]
-    command, none, pipe = link.command(rank, [*python, *args]), subprocess.DEVNULL, subprocess.PIPE
-    return subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+def _receive(stream: socket.socket, seconds: float) -> tuple[int, float]:
+    """Return the bytes that arrive in so many seconds, and the seconds until the last of them."""
+    buffer, received = bytearray(CHUNK), 0
+    began = now = time.perf_counter()
+    while now - began < seconds:
+        received += stream.recv_into(buffer)
+        now = time.perf_counter()
+    return received, now - began
+
+
+def _send(stream: socket.socket) -> None:
+    """Send until the receiver closes the stream."""
+    chunk = bytes(CHUNK)
+    with contextlib.suppress(OSError):
+        while True:
+            stream.sendall(chunk)
 
 
 def _effective() -> int:

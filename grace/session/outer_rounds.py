@@ -625,7 +625,8 @@ def deal(outer: Outer, shards: Sequence[Shard]) -> list[Fragment]:
             raise ConfigError(f"variable {shard.whole.name!r} {why}, which is not possible over nodes: {better}")
     if len(shards) < outer.fragments:
         raise ConfigError(
-            f"outer, fragments: {len(shards)} variables (or parts) cannot be dealt to {outer.fragments} fragments"
+            f"outer, fragments: {len(shards)} variables (or parts) cannot be dealt to {outer.fragments} fragments: "
+            f"give fragments={len(shards)} or less"
         )
     optimizer: OuterOptimizer = make("outer", outer.optimizer)
     total = sum(shard.variable.numel for shard in shards)

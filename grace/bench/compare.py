@@ -14,7 +14,7 @@ from rich.text import Text
 from grace.bench.common.quality import better, scale
 from grace.bench.common.results import KINDS, Results, Row, Settings, load, naming_damage
 from grace.bench.common.tables import Columns, table
-from grace.bench.common.text import clean, digits, number, of_ranks, show_rate
+from grace.bench.common.text import clean, digits, number, of_ranks, of_rate
 from grace.errors import ConfigError
 
 Key = tuple[str | float | None, ...]
@@ -134,7 +134,7 @@ class Comparison:
 
     def where(self, key: Key) -> str:
         """Return where a row was measured."""
-        forms = {"bandwidth": show_rate, "ranks": of_ranks, "tensor": lambda value: f"{clean(value)} tensor"}
+        forms = {"bandwidth": of_rate, "ranks": of_ranks, "tensor": lambda value: f"{clean(value)} tensor"}
         names = KINDS[self.kind][:-1]
         return ", ".join(forms.get(name, clean)(value) for name, value in zip(names, key[:-1], strict=True))
 

@@ -11,7 +11,7 @@ import numpy as np
 from grace.backends.topology import Topology
 from grace.bench.common.options import option, split
 from grace.bench.common.progress import ShowProgress
-from grace.bench.common.text import of_bytes, show_rate
+from grace.bench.common.text import of_bytes, of_rate
 from grace.cli.calibration_file import AGAIN, Calibration, Key, read
 from grace.cli.inputs import (
     MOST_RANKS,
@@ -228,7 +228,7 @@ def choose_costs(request: PlanRequest, cluster: Cluster, calibration: Calibratio
     assert links is not None
     between = "of the slowest node" if links.sharing > 1 else "between ranks"
     assumed = "" if described else ", assumed: say --bandwidth, -r or --calibration"
-    source = f"{show_rate(links.bandwidth * 8)} {between}, {links.latency * 1e6:.3g} us a message{assumed}"
+    source = f"{of_rate(links.bandwidth * 8)} {between}, {links.latency * 1e6:.3g} us a message{assumed}"
     if calibration is not None:
         costs = calibration.costs(costs.network)
     return costs, source

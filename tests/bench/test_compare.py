@@ -48,7 +48,7 @@ def test_the_command_shows_changes_differences_and_lonely_rows(one, tmp_path):
     other.complete = False
     other.save(tmp_path / "b")
     out, _ = run(tmp_path / "a", tmp_path / "b")
-    start = out[: out.index("2 ranks, 1gbit")]
+    start = out[: out.index("2 ranks, 1 Gbit/s")]
     assert "different machines" in start
     for text in ("cores: 16 in a, 8 in b", "torch: 2.13.0 in a, 2.14.0 in b", "batch: 32 in a, 64 in b", "incomplete"):
         assert text in " ".join(start.split())
@@ -56,7 +56,7 @@ def test_the_command_shows_changes_differences_and_lonely_rows(one, tmp_path):
     assert lines["qsgd"][3:5] == ["1.500", "slower"]
     assert lines["cast"][3:5] == ["0.500", "faster"]
     assert lines["natural"][3] == "1.000"
-    assert "only in a: onebit (torch, 2 ranks, 1gbit)" in out
+    assert "only in a: onebit (torch, 2 ranks, 1 Gbit/s)" in out
     assert out.splitlines()[-1] == "1 faster, 1 slower, 14 unchanged within the quartiles."
 
 
@@ -65,7 +65,7 @@ def test_the_exit_code_tells_when_something_is_slower(tmp_path):
     step(bandwidths=[1e9], slower={"qsgd": 1.5}).save(tmp_path / "b")
     _, err = run(tmp_path / "a", tmp_path / "b", "--fail-if-slower", "20", code=1)
     assert err.splitlines() == [
-        f"grace bench compare: slower by 50.0 %: qsgd (torch, {ranks} ranks, 1gbit)" for ranks in (2, 4)
+        f"grace bench compare: slower by 50.0 %: qsgd (torch, {ranks} ranks, 1 Gbit/s)" for ranks in (2, 4)
     ]
     run(tmp_path / "a", tmp_path / "b", "--fail-if-slower", "60")
     run(tmp_path / "b", tmp_path / "a", "--fail-if-slower", "0")
@@ -76,7 +76,7 @@ def test_the_exit_code_tells_when_something_is_slower(tmp_path):
     _, err = run(tmp_path / "a", tmp_path / "b", "--fail-if-slower", "20", code=1)
     lost = [line for line in err.splitlines() if "2 ranks" in line]
     assert lost == [
-        f"grace bench compare: not measured in b: {name} (torch, 2 ranks, 1gbit)" for name in ("cast", "qsgd")
+        f"grace bench compare: not measured in b: {name} (torch, 2 ranks, 1 Gbit/s)" for name in ("cast", "qsgd")
     ]
     run(tmp_path / "b", tmp_path / "a", "--fail-if-slower", "20")  # more rows than before are none that are missing
     assert "0 or more, not -1" in run(tmp_path / "a", tmp_path / "b", "--fail-if-slower=-1", code=2)[1]

@@ -162,8 +162,8 @@ def test_quality_bounds_what_is_chosen(folder):
 def test_a_clusters_slowest_node_counts(folder):
     out = planned(folder, "-r", "cluster.yaml")
     assert "ranks:   2 on 2 nodes" in out
-    assert "links:   500mbit between ranks, 50 us a message\n" in out
-    assert "links:   1gbit between ranks, 20 us" in planned(
+    assert "links:   500 Mbit/s between ranks, 50 us a message\n" in out
+    assert "links:   1 Gbit/s between ranks, 20 us" in planned(
         folder, "-r", "cluster.yaml", "--bandwidth", "1gbit", "--latency", "20us"
     )
 
@@ -213,7 +213,7 @@ def test_a_calibration_tells_of_the_cluster_the_links_and_the_methods(folder):
         folder, "--calibration", "c.json", "-n", "16", codecs=None
     )
     out = planned(folder, "--calibration", "c.json", "--bandwidth", "1gbit", "-n", "16", codecs=None)
-    assert "links:   1gbit between ranks, 50 us" in out
+    assert "links:   1 Gbit/s between ranks, 50 us" in out
     calibrated(4, nodes=2).write(folder / "d.json")
     assert "ranks:   8 on 4 nodes" in planned(
         folder, "--calibration", "d.json", "-n", "8", "--bandwidth", "1gbit", codecs=None

@@ -67,6 +67,19 @@ def of_bytes(value: object) -> str:
     return f"{digits(value) if units[0] != 'B' else format(value, '.0f')} {units[0]}"
 
 
+def of_rate(value: object) -> str:
+    """Format a bandwidth in bit/s; None is no emulated link.
+
+    >>> of_rate(1e8), of_rate(2.5e9), of_rate(999_990), of_rate(None)
+    ('100 Mbit/s', '2.5 Gbit/s', '1 Mbit/s', 'no emulated link')
+    """
+    value = number(value)
+    if value is None:
+        return "no emulated link"
+    amount, unit = _in_unit(value)
+    return f"{amount:.10g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
+
+
 def of_seconds(value: object) -> str:
     """Format a duration.
 
@@ -82,20 +95,24 @@ def of_seconds(value: object) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def show_rate(rate: object) -> str:
-    """Format bits per second as text that :func:`grace.core.quantities.parse_rate` reads, four significant digits; None
-    is the loopback.
+UNITS = {"g": 1e9, "m": 1e6, "k": 1e3}
 
-    >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990), show_rate(None)
-    ('1gbit', '2.5gbit', '98.77mbit', '1mbit', 'loopback')
+
+def show_rate(rate: float) -> str:
+    """Format bits per second as text that :func:`grace.core.quantities.parse_rate` reads; four significant digits.
+
+    >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990)
+    ('1gbit', '2.5gbit', '98.77mbit', '1mbit')
     """
-    value = number(rate)
-    if value is None:
-        return "loopback"
-    value = float(f"{value:.4g}")  # first: 999,990 bit/s are 1 Mbit/s, not 1000 kbit/s
-    units = {"g": 1e9, "m": 1e6, "k": 1e3, "": 1.0}
-    unit = next((unit for unit, size in units.items() if value >= size), "")
-    return f"{value / units[unit]:.10g}{unit}bit"
+    amount, unit = _in_unit(rate)
+    return f"{amount:.10g}{unit}bit"
+
+
+def _in_unit(rate: float) -> tuple[float, str]:
+    """Return bits per second, to four digits, in the largest unit that is not larger, and its prefix."""
+    rate = float(f"{rate:.4g}")  # first: 999,990 bit/s are 1 Mbit/s, not 1000 kbit/s
+    size, unit = next(((size, unit) for unit, size in UNITS.items() if rate >= size), (1.0, ""))
+    return rate / size, unit
 
 
 def scenario(ranks: int, rate: float | None) -> str:
@@ -104,7 +121,7 @@ def scenario(ranks: int, rate: float | None) -> str:
     >>> scenario(2, 1e9), scenario(4, None)
     ('2 ranks at 1gbit', '4 ranks on loopback')
     """
-    return f"{of_ranks(ranks)} {'on' if rate is None else 'at'} {show_rate(rate)}"
+    return of_ranks(ranks) + (" on loopback" if rate is None else f" at {show_rate(rate)}")
 
 
 def clean(text: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from grace.bench.common.quality import better, scale
 from grace.bench.common.results import Results, Row, Settings
-from grace.bench.common.text import clean, digits, number, of_ranks, short, show_rate
+from grace.bench.common.text import clean, digits, number, of_ranks, of_rate, short
 from grace.bench.report.rows import cases, identity, one_bound, plain_row
 from grace.errors import missing_extra
 
@@ -212,7 +212,7 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
         along = {style: None if row is None else row["step_ms"] for style, row in marks.items()}
         split = {row["name"]: _parts(row) for row in some}
         panel = partial(bars, x="ms of a step", rows=split, parts=parts, end=end, along=along)
-        times[f"{of_ranks(ranks)}, {show_rate(rate)}"] = panel
+        times[f"{of_ranks(ranks)}, {of_rate(rate)}"] = panel
     speedups, throughput = dict[str, Panel](), dict[str, Panel]()
     link, gain = "bit/s of the emulated link", "speedup over plain training"
     samples = "samples per second, all ranks together"
@@ -224,7 +224,7 @@ def _step(results: Results, looks: Mapping[str, Look]) -> list[Figure]:
     for (rate,), some in cases(rows, "bandwidth").items():
         series = series_of(some, "ranks", "samples_per_s", "y")
         if _several(series):
-            throughput[show_rate(rate)] = partial(lines, x="ranks", y=samples, series=series, looks=looks, log="xy")
+            throughput[of_rate(rate)] = partial(lines, x="ranks", y=samples, series=series, looks=looks, log="xy")
     return [
         Figure(
             "Where the time of a step goes",
@@ -282,7 +282,7 @@ def _of_optimizer(rows: Sequence[Row], task: Settings, looks: Mapping[str, Look]
     goal = {":": None if target is None else target * scale(task)}
     draw_lines = partial(lines, y=quality, looks=looks, ylim=ylim)
     finals, curves = dict[str, Panel](), dict[str, Panel]()
-    places = {show_rate(rate): some for (rate,), some in cases(rows, "bandwidth").items()}
+    places = {of_rate(rate): some for (rate,), some in cases(rows, "bandwidth").items()}
     for over, some in places.items():
         none = {"--": next((row["shown"] for row in some if row["method"] == "none"), None)}
         for key, x, log in (

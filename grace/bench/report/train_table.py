@@ -14,7 +14,7 @@ def show(console: Console, results: Results) -> None:
     tables = grouped(results.rows, "bandwidth", "optimizer")
     rates, optimizers = {rate for rate, _ in tables}, {optimizer for _, optimizer in tables}
     for (rate, optimizer), rows in tables.items():
-        where = [show_rate(rate)] if rate is not None or len(rates) > 1 else []
+        where = ["loopback" if rate is None else show_rate(rate)] if rate is not None or len(rates) > 1 else []
         where += [optimizer] if len(optimizers) > 1 else []
         if where:
             console.print(f"\n{', '.join(where)}", style="bold", markup=False)

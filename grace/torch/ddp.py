@@ -57,7 +57,7 @@ from grace.torch.parameters import (
     scaler_enabled,
 )
 from grace.torch.pickling import InertState
-from grace.torch.python_reducer import PythonReducerMixin
+from grace.torch.python_reducer import PythonReducer
 from grace.torch.state_dict import check_not_saved_directly, move_to_devices, pack_state, unpack_state
 from grace.torch.step_hooks import around_steps
 from grace.torch.wrappers import check_no_join, check_not_sharded, check_unwrapped, unwrap_compiled
@@ -136,7 +136,7 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
-class DDPState(PythonReducerMixin):
+class DDPState:
     """The state of the hook between steps, keyed by the parameters' names, and its traffic.
 
     DDP passes buckets to the hook, and rebuilds them after the first step. The compressed and the dense variables of a
@@ -154,6 +154,8 @@ class DDPState(PythonReducerMixin):
     registered_by = "register_ddp_hook"
     shared = True
     """True if gradients share the memory that means are written to."""
+    model: weakref.ref[DistributedDataParallel]
+    """The model. DDP's C++ reducer refers to the state, a cycle that Python could not collect."""
     frozen: Mapping[str, torch.nn.Parameter] = {}
     """Parameters of a DistributedDataParallel model that required no gradients when the hook was registered."""
 
@@ -186,8 +188,8 @@ class DDPState(PythonReducerMixin):
         self.watched: list[RemovableHandle] = []
         """Handles of the parameters' hooks that record arriving gradients; empty with the Python reducer."""
         self.uses = GradientUses(parameters, optimizer, self.registered_by)
-        self.seen: set[str] = set()
-        """Names of the gradients, or modules, that came in this step, where there are no buckets of DDP's."""
+        self.python_reducer: PythonReducer | None = None
+        """Exchange of gradients one by one, where there are no buckets of DDP's."""
         self.unhook = subscribe_to_steps(self, parameters.values())
         me = weakref.proxy(self)
         # A compiled graph may call the hook, which cannot be traced; the state must not refer to itself.
@@ -260,7 +262,8 @@ class DDPState(PythonReducerMixin):
         """Record that an optimizer is about to use the gradients. Called before its ``step()``. With the Python
         reducer, the next gradient then begins another step."""
         self.uses.begin_step(optimizer)
-        self.seen.clear()  # the next gradient of the Python reducer is the first of its step
+        if self.python_reducer is not None:
+            self.python_reducer.begin_step()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has used the gradients. Called after its ``step()``."""
@@ -752,10 +755,11 @@ def register_ddp_hook(
     parameters = trainable_parameters(model)
     check_rates(runner, parameters, optimizer)
     state = DDPState(parameters, runner, optimizer, grad_scaler, bucket_bytes)
-    state.model = weakref.ref(model)  # DDP's C++ reducer refers to the state, a cycle that Python could not collect
+    state.model = weakref.ref(model)
     state.frozen = frozen_parameters(model)
     if getattr(model, "_use_python_reducer", False):
-        state.use_python_reducer()
+        state.python_reducer = PythonReducer(model, parameters, state.uses, state.exchange)
+        state.python_reducer.register_hooks()
     else:
         state.watched = state.uses.register_arrival_hooks()
         state.shared = model.gradient_as_bucket_view

@@ -40,26 +40,43 @@ class SingleGradientBucket:
         return self.gradient
 
 
-class PythonReducerMixin:
-    """Methods of :class:`grace.torch.ddp.DDPState` for gradients that arrive one by one. Each gradient is exchanged
-    when it is ready, within a compiled graph too, and the mean replaces it before it is used."""
+class PythonReducer:
+    """Exchange of gradients that arrive one by one. Each is exchanged when it is ready, within a compiled graph too,
+    and its mean replaces it before it is used.
 
-    names: Mapping[torch.nn.Parameter, str]
-    exchange: Callable[[SingleGradientBucket], torch.futures.Future]
-    uses: GradientUses
-    model: Callable[[], DistributedDataParallel | None]
-    """Weak reference to the model."""
-    seen: set[str]
+    Args:
+        model: the model whose gradients arrive.
+        parameters: its parameters that train, by name.
+        uses: the record of gradients that optimizers have used.
+        exchange: the work of the communication hook, which must not keep the hook's state alive.
+    """
 
-    def use_python_reducer(self) -> None:
-        """Register a hook on every parameter. The buckets that the Python reducer passes to a communication hook have
-        no name that a graph could keep."""
-        self.parameters = {name: p for p, name in self.names.items()}
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        parameters: Mapping[str, torch.nn.Parameter],
+        uses: GradientUses,
+        exchange: Callable[[SingleGradientBucket], torch.futures.Future],
+    ):
+        self.model = weakref.ref(model)
+        self.parameters = parameters
+        self.uses = uses
+        self.exchange = exchange
+        self.seen: set[str] = set()
+        """Names of the gradients that came in this step."""
         self.exchanged: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Each exchanged gradient and its version at that time, by parameter name."""
+
+    def register_hooks(self) -> None:
+        """Register a hook on every parameter. The buckets that the Python reducer passes to a communication hook have
+        no name that a graph could keep."""
         number = register_session(self)
         for name, p in self.parameters.items():
             p.register_post_accumulate_grad_hook(gradient_hook(number, name))
+
+    def begin_step(self) -> None:
+        """Let the next gradient be the first of a step."""
+        self.seen.clear()
 
     def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
         """Exchange an accumulated gradient."""

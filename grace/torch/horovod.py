@@ -198,8 +198,10 @@ class HorovodSession(Session):
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         try:
             outcomes = self.wait_and_write_means()
-        except ExchangeError:
-            self.discard_started()  # so that the program may continue after zero_grad()
+        except BaseException as error:
+            # So that the program may continue after zero_grad(), also if a mean could not be written.
+            if isinstance(error, ExchangeError) or not self.runner.in_flight:
+                self.discard_started()
             raise
         for outcome in outcomes:
             p = self.parameters[self.runner.shards[outcome.variable.name].whole.name]

@@ -182,8 +182,11 @@ class HookedSession(Session):
                 self.check_unchanged_optimizer()
             for bucket in left:
                 self.start_bucket(bucket)
-            self.wait_and_write_means()
-            self._reset()
+            try:
+                self.wait_and_write_means()
+            finally:
+                if not self.runner.in_flight:  # the exchange is over, even if a mean could not be written (no memory)
+                    self._reset()
         if self.auto is not None:
             self.auto.exchanged()
         self.synchronized = True

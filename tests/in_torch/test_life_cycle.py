@@ -225,3 +225,23 @@ def test_a_pass_after_synchronize_is_exchanged_in_no_sync_too(engine):
         ends.add(digest(weights(model)))
     assert len(ends) == 1
     return ends
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+@on_ranks()
+def test_a_step_is_over_whose_means_could_not_be_written(engine):
+    model = net()
+    optimizer = distributed(model, "topk", op="sum")
+
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError
+
+    optimizer._grace._write = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, optimizer, range(1))
+    del optimizer._grace._write
+    assert not optimizer._grace.in_progress
+    assert optimizer.full_state_dict()["grace"]["step"] == 1
+    train(model, optimizer, range(2))
+    assert optimizer._grace.context.step == 3
+    return digest(weights(model))

@@ -35,4 +35,5 @@ def test_instances_are_found_while_other_threads_fill_tuples():
     end.set()
     for thread in threads:
         thread.join()
-    assert others and errors == []
+    assert errors == []
+    assert others

@@ -25,5 +25,5 @@ class Allreduce(Communicator):
         # gloo's ring sends 2 (W-1) messages one after the other, each of which takes a latency
         # (docs/decisions/041-small-collectives-take-few-hops.md).
         if engine.by_ring and engine.on_cpu and engine.ranks >= FEWEST_RANKS and nbytes <= MOST_BYTES:
-            return [Leg(ALL_TO_ALL, Carries.GRADIENTS, in_parts=True), Leg(ALL_GATHER, Carries.SUMS)]
+            return [Leg(ALL_TO_ALL, Carries.GRADIENTS, reduce_scatters=True), Leg(ALL_GATHER, Carries.SUMS)]
         return [Leg(ALL_REDUCE, Carries.GRADIENTS)]

@@ -129,13 +129,14 @@ class Leg:
         collective: see :class:`Collective`.
         carries: the contents of its buffer.
         root: the root of a rooted collective, the only rank that sends means or sums. None: every rank sends them.
-        in_parts: True if a wire of plain numbers is cut into an equal part for each rank, which adds that part up.
+        reduce_scatters: True if this all-to-all is half of a reduce-scatter of plain numbers: each rank gets, and adds
+            up, an equal part.
     """
 
     collective: Collective
     carries: Carries
     root: int | None = None
-    in_parts: bool = False
+    reduce_scatters: bool = False
 
     def sent(self, nbytes: float, ranks: int, rank: int) -> float:
         """Return the bytes that a rank sends for a buffer of ``nbytes`` bytes."""

@@ -80,14 +80,14 @@ class Contribution(NamedTuple):
         bucket: the bucket.
         gradients: one per variable (zeros if this rank has none): tensors, or rows of sparse ones.
         present: True for each variable that this rank has a gradient of.
-        guards_state: True if overflows must be found, because a memory, a compressor or an anchor keeps state.
+        finds_overflow: True if overflows must be found, because a memory, a compressor or an anchor keeps state.
         traffic: counters of the bytes and seconds of the exchange.
     """
 
     bucket: Bucket
     gradients: Sequence[Gradient]
     present: Sequence[bool]
-    guards_state: bool
+    finds_overflow: bool
     traffic: "Traffic"
 
 
@@ -159,7 +159,11 @@ class Traffic:
 @dataclass(slots=True)
 class Outcome:
     """Outcome of an exchange for one variable: the aggregate, or None if no rank had a gradient, or if no mean has
-    arrived yet (``pending``)."""
+    arrived yet (``pending``).
+
+    ``overflow`` is True if a gradient overflowed on a rank. Without ``Contribution.finds_overflow`` it may be False
+    although the aggregate is not finite.
+    """
 
     variable: Variable
     value: Tensor | None

@@ -255,7 +255,7 @@ class DelayedRoundTrip:
     fails, and runs no other."""
 
     def __init__(self, contribution: Contribution, thread: ExchangeThread, hyperparameters: Facts = ()):
-        self.bucket, self.gradients, self.present, self.guards_state, self.traffic = contribution
+        self.bucket, self.gradients, self.present, self.finds_overflow, self.traffic = contribution
         self.communicator: Any = self.bucket.communicator
         self.kernels = kernels_of(values_of(self.gradients[0]))
         self.names, self.thread = self.bucket.names, thread
@@ -284,7 +284,7 @@ class DelayedRoundTrip:
         This rank sends nothing of variables that it has no gradient of, so their state must not change.
         """
         like = values_of(self.gradients[0])
-        own = Contribution(self._bucket_of_thread(like), self.gradients, self.present, self.guards_state, Traffic())
+        own = Contribution(self._bucket_of_thread(like), self.gradients, self.present, self.finds_overflow, Traffic())
         self.gradients = ()
         # The thread updates, and commits, the memory of answers.
         kinds = self.communicator.stateful_parts.items()

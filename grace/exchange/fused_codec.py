@@ -56,7 +56,7 @@ class FusedCodec(PerVariableCodec):
     def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, object]):
         super().__init__(bucket, kernels, on_device)
         owners, owner, names = self.owners, self.owner, self.names
-        self.by_kernels: bool = kind.on_device
+        self.writes_headers: bool = kind.on_device
         shapes = [variable.shape for variable in self.bucket.variables]
         sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
         self.longest = max(layout.length for layout in self.layouts)
@@ -76,7 +76,7 @@ class FusedCodec(PerVariableCodec):
         self.kernel_codec = kind([n for each in sizes for n in each], in_buffer, **options)
         self.kernel_codec_of_means = self.kernel_codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
         self.streams = Streams(self._stream_names(), self.context, self.kernel_codec.draws)
-        unfinished = self.by_kernels and self.kernel_codec.unfinished
+        unfinished = self.writes_headers and self.kernel_codec.unfinished
         keeper = moments_of(self.compressor) or self.memory
         self.residuals = DoubleBuffer(keeper, self.kernels, names, shapes, self if unfinished else None, owners)
         subtrahends = np.broadcast_to(
@@ -141,7 +141,7 @@ class FusedCodec(PerVariableCodec):
         rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
         if self.owners > 1:
             rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
-        if self.by_kernels:
+        if self.writes_headers:
             self.kernel_codec.step = self.context.device_step
             header.in_range = self.kernel_codec.encode(
                 rows, factors, wire, largest_bits, words, self._device_header(header)
@@ -197,7 +197,7 @@ class FusedCodec(PerVariableCodec):
             with recorder.phase("average", variables=self.bucket.variables):
                 found = self._average(wires, header)
         self.means_fused = found is not None
-        self.wrote_statuses = self.means_fused and self.by_kernels
+        self.wrote_statuses = self.means_fused and self.writes_headers
         if found is not None:
             return found
         if self.fused:
@@ -222,7 +222,7 @@ class FusedCodec(PerVariableCodec):
             return None
         largest_bits = LARGEST_KEPT_BITS if self.mean_compression.memory.stateful else LARGEST_BITS
         given = residuals.rows, residuals.factors, np.uint64(target[0]), largest_bits, self.streams.now()[-1]
-        if not self.by_kernels:
+        if not self.writes_headers:
             finite: list[Flag] = self.kernel_codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
@@ -235,7 +235,7 @@ class FusedCodec(PerVariableCodec):
         if not self.means_fused:
             return super().write_means(statuses, stamps)
         layout = self.layouts[self.owner]
-        if not self.by_kernels:
+        if not self.writes_headers:
             layout.write_header(self.means_wire, statuses, stamps)
         return self.means_wire, layout
 

@@ -75,9 +75,20 @@ APART = StepStamp(*[OUT_OF_STEP] * STAMP_SIZE)
 """Stamp of a leader whose ranks are out of step among themselves."""
 Flag = bool | Tensor
 """Truth: a bool, or on a device a 0-d tensor of 1.0 or 0.0."""
-DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], object], Sequence[float | None]]
-"""Small tensors on a device, the function that takes their numbers, and the number that each holds if all is well (None
-for a flag, which is 1)."""
+
+
+class DeferredRead(NamedTuple):
+    """Read of small tensors on a device, for later.
+
+    Attributes:
+        tensors: the tensors.
+        then: the function that takes their numbers.
+        expected: the number that each holds if all ranks have a gradient in range; None for a flag, which is 1 then.
+    """
+
+    tensors: list[Tensor]
+    then: Callable[[list[list[float]]], object]
+    expected: Sequence[float | None]
 
 
 def resolve_headers(round_trips: Sequence[Any]) -> None:
@@ -92,11 +103,12 @@ def resolve_headers(round_trips: Sequence[Any]) -> None:
             deferred_reads += trip.header.deferred_reads
             trip.header.deferred_reads = []
     if deferred_reads:
-        tensors = [tensor for tensors, *_ in deferred_reads for tensor in tensors]
+        tensors = [tensor for deferred in deferred_reads for tensor in deferred.tensors]
         numbers = kernels_of(tensors[0]).read(tensors)
-        for tensors, then, _ in deferred_reads:
-            then(numbers[: len(tensors)])
-            del numbers[: len(tensors)]
+        for deferred in deferred_reads:
+            count = len(deferred.tensors)
+            deferred.then(numbers[:count])
+            del numbers[:count]
 
 
 def status(present: bool, finite: Flag, sums: bool) -> Status:
@@ -250,7 +262,7 @@ class Header:
             ranks: the statuses of each rank, or their sum.
             first: the rank of the first of them.
         """
-        if all([rank == self.program.all_well for rank in ranks]):
+        if all([rank == self.program.all_expected for rank in ranks]):
             return
         for number, rank in enumerate(ranks, first):
             for name, flag in zip(self.names, rank, strict=True):
@@ -280,18 +292,21 @@ class Header:
     # -- reading, now or later -------------------------------------------------------------------------
 
     def read(
-        self, tensors: Sequence[Flag], then: Callable[[list[list[float]]], object], well: Sequence[float | None] = ()
+        self,
+        tensors: Sequence[Flag],
+        then: Callable[[list[list[float]]], object],
+        expected: Sequence[float | None] = (),
     ) -> None:
         """Call ``then`` with the numbers in tensors (or bools): at once, or on a device when :func:`resolve_headers`
         reads them.
 
         Args:
-            well: the number that each tensor holds if all is well; see :data:`DeferredRead`.
+            expected: see :class:`DeferredRead`.
         """
         if not self.on_device:
             then([self.kernels.to_list(one) if getattr(one, "shape", ()) else [float(one)] for one in tensors])
         elif tensors:
-            self.deferred_reads = [*self.deferred_reads, (list(tensors), then, well)]
+            self.deferred_reads = [*self.deferred_reads, DeferredRead(list(tensors), then, expected)]
 
 
 # -- step stamps -----------------------------------------------------------------------------------------------------

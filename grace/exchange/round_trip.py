@@ -7,7 +7,7 @@ Flags say how overflows are found, and when headers are read::
                                            no rank receives whole payloads; or     payloads, and statuses report
                                            state is committed before any arrive    overflows
     payloads_show_overflow   program       payloads carry Inf and NaN; or they     finish looks for them in payloads,
-                                           are sums, which may be infinite         if guards_state
+                                           are sums, which may be infinite         if finds_overflow
                                            though all terms are finite
     statuses_matter          program,      detects_overflow; or the method is a    statuses are read; else they could
                              header        user's; or this rank lacks a gradient   not say more than payloads
@@ -15,7 +15,7 @@ Flags say how overflows are found, and when headers are read::
     on_device                program       dense gradients are on a GPU, where     trips go on as if no status were
                                            reading makes the host wait; and the    bad; resolve_headers reads later
                                            communicator does not need to read
-    guards_state             contribution  a memory, a compressor or an anchor     see payloads_show_overflow
+    finds_overflow           contribution  a memory, a compressor or an anchor     see payloads_show_overflow
                                            keeps state, which Inf would spoil
     defers_headers           trip          the session reads the headers of all    finish does not call resolve_headers
                                            trips at the end of the step
@@ -67,7 +67,7 @@ class BucketProgram:
     Attributes:
         send_receive: the codec, if the communicator moves payloads itself.
         detects_overflow, payloads_show_overflow, statuses_matter, sizes_unknown, on_device: flags; see the module.
-        well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
+        expected_status: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
     """
 
     def __init__(self, bucket: Bucket, like: Tensor):
@@ -99,13 +99,13 @@ class BucketProgram:
         self.sizes_unknown = self.traits.fixed_size is None and self.send_receive is None
         self.payloads_show_overflow = communicator.sums or (self.traits.carries_nonfinite and self.send_receive is None)
         self.statuses_matter = self.detects_overflow or communicator.user_defined
-        self.well = self.size if self.sums else PRESENT
+        self.expected_status = self.size if self.sums else PRESENT
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.
         self.all_true = [True] * count
         self.all_false = [False] * count
         self.all_present = [PRESENT] * count
-        self.all_well = [self.well] * count
+        self.all_expected = [self.expected_status] * count
         self._route: Route | None = None
 
     def _make_codec(self, like: Tensor) -> PerVariableCodec:
@@ -170,12 +170,12 @@ class BucketProgram:
             dtype, length = layouts[0].dtype, 1
             if leg.carries in (Carries.SIZES, Carries.DIGESTS):
                 dtype = "int64"
-            elif leg.carries is Carries.MEANS or leg.in_parts or parts_before:
+            elif leg.carries is Carries.MEANS or leg.reduce_scatters or parts_before:
                 dtype = "uint8"
             elif leg.carries in (Carries.GRADIENTS, Carries.ROUND):
                 length = layouts[0].length
             found.append((leg, dtype, length))
-            parts_before = leg.in_parts
+            parts_before = leg.reduce_scatters
         return found
 
 
@@ -212,7 +212,7 @@ class RoundTrip:
     handle: Handle
     wire: Tensor
     route: Route
-    means: MeanEncoder | None
+    mean_encoder: MeanEncoder | None
     """Encoder of the means that the last leg carries; None if it carries what ranks encoded themselves."""
     error: Exception | None = None
     stopped = False
@@ -231,11 +231,11 @@ class RoundTrip:
     _under_way = False
     _traced: "recorder.CollectiveEvent | None" = None
     """The trace's event of the collective under way."""
-    _means_wire: Tensor | None = None
+    _root_means: Tensor | None = None
     """The root's means, while their sizes are exchanged."""
 
     def __init__(self, contribution: Contribution):
-        bucket, gradients, self.present, self.guards_state, self.traffic = contribution
+        bucket, gradients, self.present, self.finds_overflow, self.traffic = contribution
         self.gradients: Sequence[Gradient] = gradients
         """This rank's gradients, until they are encoded."""
         like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
@@ -270,7 +270,7 @@ class RoundTrip:
         # Only now: what a codec encodes first may tell it the sizes that the route depends on.
         self.route = self.program.route()
         is_mean = self.route[-1].carries is Carries.MEANS
-        self.means = MeanEncoder(self.program, self.header, self._count) if is_mean else None
+        self.mean_encoder = MeanEncoder(self.program, self.header, self._count) if is_mean else None
         self._count(self.codec.layouts, self.wire)
         self.traffic.codec_seconds += time.perf_counter() - began
         if sends:
@@ -331,17 +331,17 @@ class RoundTrip:
         if leg.carries is Carries.SIZES:
             return self._sizes()
         if leg.carries is Carries.MEANS:
-            return self._sized_means(leg) if arrived is Carries.SIZES else self._means(leg)
+            return self._buffer_of_sized_means(leg) if arrived is Carries.SIZES else self._buffer_of_means(leg)
         if leg.carries is Carries.SUMS:
-            return self._sum(leg)
+            return self._sum_to_send(leg)
         if leg.carries is Carries.ROUND:
             self.wire = self._next_round()
         elif arrived is Carries.SIZES:
-            return self._padded()
+            return self._padded_to_longest()
         elif leg.collective is CONCATENATE:  # the engine handles unequal lengths; sizes travel in front of payloads
             sizes = self._numbers(self.codec.layouts[0].sizes())
             return self.kernels.join([self.kernels.to_bytes(sizes), self.wire])
-        return self._in_parts() if leg.in_parts else self.wire
+        return self._padded_to_parts() if leg.reduce_scatters else self.wire
 
     def _contributes(self, leg: Leg) -> bool:
         """Return True if this rank sends its own data in a leg of means or sums."""
@@ -423,13 +423,13 @@ class RoundTrip:
             return self._numbers(self.codec.layouts[0].sizes())
         means_leg = self.route[self._position + 2]
         count = len(self.codec.layouts[0].shapes)
-        self._means_wire = self._means(means_leg)
+        self._root_means = self._buffer_of_means(means_leg)
         if not self._contributes(means_leg):
             return self.kernels.full([0] * count, "int64", self.wire)
-        assert self.means is not None
-        return self._numbers(self.means.sizes())
+        assert self.mean_encoder is not None
+        return self._numbers(self.mean_encoder.sizes())
 
-    def _padded(self) -> Tensor | None:
+    def _padded_to_longest(self) -> Tensor | None:
         """Return the wire, padded with zeros to the longest of all ranks'; None, on all ranks, if a received size is
         impossible."""
         try:
@@ -480,14 +480,14 @@ class RoundTrip:
         self._count(self.codec.layouts, buffer)
         return buffer
 
-    def _in_parts(self) -> Tensor:
+    def _padded_to_parts(self) -> Tensor:
         """Return the wire as bytes that can be cut into an equal part for each rank."""
         k, layout = self.kernels, self.codec.layouts[0]
         raw = k.to_bytes(self.wire)
         padding = -layout.nbytes % (self.context.size * ITEM_SIZE[layout.dtype])
         return k.join([raw, k.zeros((padding,), "uint8", raw)])
 
-    def _sum(self, leg: Leg) -> Tensor:
+    def _sum_to_send(self, leg: Leg) -> Tensor:
         """Return the sum of the received wires, or of their parts; on ranks that do not add up, room for the sum.
 
         Terms are added in float32 (float64 for float64) in rank order, and the sum is rounded once."""
@@ -495,9 +495,9 @@ class RoundTrip:
         if not self._contributes(leg):
             return k.zeros((layout.length,), layout.dtype, self.wire)
         with recorder.phase("sum", bucket=self.bucket):
-            in_parts = self.leg is not None and self.leg.in_parts
+            reduce_scatters = self.leg is not None and self.leg.reduce_scatters
             received = self.handle.result()
-            if in_parts:
+            if reduce_scatters:
                 received = [as_numbers(part, layout.dtype) for part in received]
             elif len(received) == 1:
                 return k.join([received[0]])
@@ -506,15 +506,15 @@ class RoundTrip:
             for part in received:
                 total = k.add(total, part)
             total = k.cast(total, layout.dtype)
-        if in_parts:
+        if reduce_scatters:
             return k.to_bytes(total)
         self._count(self.codec.layouts, total)
         return total
 
-    def _total(self) -> Tensor:
+    def _received_sum(self) -> Tensor:
         """Return the received sum."""
         received = self.handle.result()
-        parts_are_summed = self._position > 0 and self.route[self._position - 1].in_parts
+        parts_are_summed = self._position > 0 and self.route[self._position - 1].reduce_scatters
         if parts_are_summed and self.route[self._position].carries is Carries.SUMS:
             layout = self.codec.layouts[0]
             return as_numbers(self.kernels.join(list(received))[: layout.nbytes], layout.dtype)
@@ -522,36 +522,36 @@ class RoundTrip:
 
     # -- means -----------------------------------------------------------------------------------------
 
-    def _means(self, leg: Leg) -> Tensor | None:
+    def _buffer_of_means(self, leg: Leg) -> Tensor | None:
         """Return the encoded means that this rank owns, or room for the root's; None, on all owners, if the ranks are
         out of step."""
         # On all ranks: decoders of votes need the loss scale, too.
         self.communicator.rescale_mean_memory(self.loss_scale)
         if not self._contributes(leg):
             return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
-        assert self.means is not None
-        buffer = self.means.encode(self._wires_of_ranks(), self.layouts)
-        self.error = self.means.error
+        assert self.mean_encoder is not None
+        buffer = self.mean_encoder.encode(self._wires_of_ranks(), self.layouts)
+        self.error = self.mean_encoder.error
         return buffer
 
-    def _sized_means(self, leg: Leg) -> Tensor | None:
+    def _buffer_of_sized_means(self, leg: Leg) -> Tensor | None:
         """Return the root's means, or room for them, of the received sizes; None, on all ranks, if there are no
         means."""
         (sizes,) = self.handle.result()
         numbers = self.kernels.to_list(sizes[:1])
-        assert self.means is not None
+        assert self.mean_encoder is not None
         assert leg.root is not None
         if numbers and numbers[0] < 0:
-            self.error = self.means.not_sent(leg.root, self.names[-1 - int(numbers[0])])
+            self.error = self.mean_encoder.not_sent(leg.root, self.names[-1 - int(numbers[0])])
             return None
         try:
-            self.means.layout = self._layout(leg.root, sizes)
+            self.mean_encoder.layout = self._layout(leg.root, sizes)
         except PayloadError as error:
             self.error = error
             return None
         if self._contributes(leg):
-            return self._means_wire
-        return self.kernels.zeros((self.means.layout.length,), "uint8", self.wire)
+            return self._root_means
+        return self.kernels.zeros((self.mean_encoder.layout.length,), "uint8", self.wire)
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -619,7 +619,7 @@ class RoundTrip:
         try:
             values = self.codec.decode(wires, self.layouts, outs)
         except PayloadError as error:
-            if self.means is not None and self.communicator.rooted:
+            if self.mean_encoder is not None and self.communicator.rooted:
                 error.place = self.route[-1].root
             raise self.errors.undecoded(error, error.variable) from error
         self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
@@ -637,12 +637,12 @@ class RoundTrip:
         """Return the wires received in the last leg, or their sum; set ``layouts``."""
         if self.communicator.sums:
             self.layouts = [self.codec.layouts[0]]
-            return [self._total()]
-        if self.means is None:
+            return [self._received_sum()]
+        if self.mean_encoder is None:
             return self._wires_of_ranks()
         if self.codec.varies:
-            assert self.means.layout is not None
-            self.layouts = [self.means.layout]
+            assert self.mean_encoder.layout is not None
+            self.layouts = [self.mean_encoder.layout]
         else:
             self.layouts = self.codec.means_layouts()
             self.layouts = self.layouts if self.communicator.cuts else self.layouts[:1]
@@ -665,22 +665,22 @@ class RoundTrip:
         Overflows are read in each round of a method: a later one may be finite again, since an infinite column may
         become a finite one."""
         header, k, several = self.header, self.kernels, self.traits.rounds > 1
-        if self.means is None or self.communicator.rooted:  # owners compared stamps before they averaged
+        if self.mean_encoder is None or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare(self.layouts, wires)
         each = self.codec.receive(wires[0]) if several else None
         if header.out_of_step:
             return
         flags = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
-        if self.means is not None:
+        if self.mean_encoder is not None:
             header.read(flags, self._evaluate_means)
         else:
             statuses = flags if header.statuses_matter else []
             finite = [] if each is None else [each]
-            if each is None and self.guards_state and self.program.payloads_show_overflow:
+            if each is None and self.finds_overflow and self.program.payloads_show_overflow:
                 finite = [k.all_finite(body) for body in self._bodies(wires)]
             if statuses or finite:
-                well = [*[self.program.well] * len(statuses), *[None] * len(finite)]
-                header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), well)
+                expected = [*[self.program.expected_status] * len(statuses), *[None] * len(finite)]
+                header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), expected)
         if self.headers_after_use and self.on_device and self.hides_overflow:
             if several and each is None:
                 each = [math.prod(map(k.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
@@ -719,8 +719,8 @@ class RoundTrip:
 
     def _evaluate_means(self, ranks: list[list[float]]) -> None:
         """Evaluate the statuses that the owners, or the root, sent with their means."""
-        assert self.means is not None
-        self.means.evaluate(ranks, self.route[-1].root or 0)
+        assert self.mean_encoder is not None
+        self.mean_encoder.evaluate(ranks, self.route[-1].root or 0)
         self._mark_outcomes()
 
     @property

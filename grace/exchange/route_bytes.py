@@ -80,11 +80,11 @@ def predict_bytes(
             nbytes *= engine.ranks
         elif leg.collective is CONCATENATE:
             nbytes += wires.sizes
-        if leg.in_parts or (before is not None and before.in_parts):
+        if leg.reduce_scatters or (before is not None and before.reduce_scatters):
             item = ITEM_SIZE[layout.dtype]
             nbytes += -nbytes % (engine.ranks * item) if headers else 0
             # The leg behind one in parts carries each rank's sum of one part.
-            nbytes /= 1 if leg.in_parts else engine.ranks
+            nbytes /= 1 if leg.reduce_scatters else engine.ranks
         found.append(LegBytes(leg, float(nbytes), layout.dtype))
     if wires.moved is not None:
         found.append(LegBytes(dataclasses.replace(route[-1], carries=Carries.GRADIENTS), wires.moved))

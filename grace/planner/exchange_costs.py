@@ -125,7 +125,7 @@ def _costs_of_bucket(bucket: Bucket, names: tuple[str, ...], ranks: int, costs: 
     on_cpu = bucket.variables[0].device.startswith("cpu")
     legs = predict_bytes(bucket, EngineTraits(ranks, costs.by_ring, costs.concatenates, on_cpu), codec.bits, costs.rows)
     gaps = len(legs) - 1
-    computed = gaps - sum(leg.in_parts for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
+    computed = gaps - sum(leg.reduce_scatters for leg, _, _ in legs[:-1])  # behind a part of a sum comes its other half
     elements = 0.0
     for v in bucket.variables:  # of a sparse one the elements of the rows that have gradients
         elements += rows_of(v, costs.rows) * math.prod(v.shape[1:]) if v.sparse else v.numel

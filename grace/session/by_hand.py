@@ -396,7 +396,7 @@ def validate_tensors(
         raise ConfigError(f"there are {len(given)} tensors and {len(names)} names; give one name for each")
     strange = next((name for name in names if not isinstance(name, str)), None)
     if strange is not None or len(set(names)) < len(names):
-        raise ConfigError(f"names must be strings, each another; they are {', '.join(map(repr, names))}")
+        raise ConfigError(f"names must be strings that differ from each other; they are {', '.join(map(repr, names))}")
     tensors, variables = [], []
     for tensor, name in zip(given, names, strict=True):
         with _named_errors(name):

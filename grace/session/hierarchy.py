@@ -120,7 +120,7 @@ class HierarchicalRoundTrip:
     """The leaders' round trip; None on other ranks."""
 
     def __init__(self, contribution: Contribution, hierarchy: Hierarchy):
-        self.bucket, self.gradients, self.present, self.guards_state, self.traffic = contribution
+        self.bucket, self.gradients, self.present, self.finds_overflow, self.traffic = contribution
         self.communicator, self.names = self.bucket.communicator, self.bucket.names
         self.hierarchy, self.node_groups = hierarchy, hierarchy.node_groups
         self.like = values_of(self.gradients[0])
@@ -134,7 +134,7 @@ class HierarchicalRoundTrip:
         # Other ranks keep the header of the node's round trip; finish() adds the facts that the leader sends.
         self.header = within.header
         if self.hierarchy.leads:
-            of_node = Contribution(self.bucket, reduced, found, self.guards_state, self.traffic)
+            of_node = Contribution(self.bucket, reduced, found, self.finds_overflow, self.traffic)
             trip: RoundTrip = (self.communicator.begin or RoundTrip)(of_node)
             self.over_leaders = trip
             trip.start()

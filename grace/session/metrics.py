@@ -29,6 +29,9 @@ from grace.exchange.bucket import Traffic
 from grace.kernels import kernels_of
 from grace.session.step_runner import StepRunner
 
+NORMS = ("residual_norm", "drift_norm")
+"""Metrics that are Euclidean norms, as :func:`add_up` combines them; all others are sums."""
+
 
 def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> dict[str, float]:
     """Return the metrics of the interval that ends now, and begin the next interval.
@@ -68,7 +71,7 @@ def add_up(each: Sequence[dict[str, float]]) -> dict[str, float]:
     found = {}
     for name in dict.fromkeys(name for one in each for name in one):  # only some may have outer rounds
         values = [one[name] for one in each if name in one]
-        found[name] = math.hypot(*values) if name.endswith("_norm") else sum(values)
+        found[name] = math.hypot(*values) if name in NORMS else sum(values)
     found["ratio"] = found["bytes_dense"] / found["bytes_sent"] if found["bytes_sent"] else math.nan
     return found
 

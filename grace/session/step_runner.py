@@ -73,7 +73,7 @@ class StepRunner:
         shards: shards by name.
         shards_of: shards by the name of the whole variable.
         buckets: buckets of shards whose gradients are exchanged.
-        rounds: the rounds of shards that ranks train alone.
+        outer_rounds: the rounds of shards that ranks train alone.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class StepRunner:
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
         self._step_components: list[Component] | None = None
-        self._carried_over_owner = Held(shared=False)
+        self._carried_over_component = Held(shared=False)
         """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
-        self.carried_over = self._carried_over_owner.state
+        self.carried_over = self._carried_over_component.state
         """Delayed means that a checkpoint or the former plan had not applied yet, by shard. The next successful step
         adds them to its own means."""
         self.carries_over = False
@@ -497,8 +497,8 @@ class StepRunner:
     # -- commit or roll back ---------------------------------------------------------------------------
 
     def commit_or_roll_back(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
-        """Commit the state that this step changed, such as residuals, or roll it back (after Inf or NaN); alike on all
-        ranks. To skip the optimizer's own step then is a GradScaler's task, which finds NaN in the means.
+        """Commit the state that this step changed, such as residuals, or roll it back (after Inf or NaN). All ranks do
+        the same. A GradScaler skips the optimizer's step then, because it finds NaN in the means.
 
         1. Codecs write state when they encode, or when they decode, and :class:`~grace.core.state.State` stages it:
            the step reads it, and what was committed stays as it was. A fused codec stages the buffer that its kernels
@@ -520,7 +520,8 @@ class StepRunner:
         # There is nothing to wait with after a rollback, or if nothing was exchanged.
         self.waits_for_step = self.waits_for_step and keep and bool(outcomes)
         missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
-        self.context.step += not discarded
+        if not discarded:
+            self.context.step += 1
         for component in self.step_components():
             if not keep:
                 component.state.rollback()
@@ -573,7 +574,7 @@ class StepRunner:
         if self._step_components is not None:
             return self._step_components
         own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
-        parts = [self._carried_over_owner, *(part for c in own for part in c.stateful_parts.values())]
+        parts = [self._carried_over_component, *(part for c in own for part in c.stateful_parts.values())]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
             self._step_components = parts

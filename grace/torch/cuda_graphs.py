@@ -169,8 +169,8 @@ def in_range_flags(trip: RoundTrip) -> list[torch.Tensor]:
     become NaN."""
     flags = list[torch.Tensor]()
     per_variable = list[torch.Tensor]()
-    for tensors, _, wanted in trip.header.deferred_reads:
-        for tensor, status in zip(tensors, wanted, strict=False):  # step stamps are not compared
+    for deferred in trip.header.deferred_reads:
+        for tensor, status in zip(deferred.tensors, deferred.expected, strict=False):  # step stamps are not compared
             flags.append(tensor.reshape(-1).float() == (1.0 if status is None else status))
             if status is not None or trip.traits.rounds > 1:
                 per_variable.append(flags[-1].expand(len(trip.names)))

@@ -423,12 +423,12 @@ class DDPState:
         shards = [shard for name in gradients for shard in self.runner.shards_of[name]]
         views = {shard.variable.name: shard.slice_of(gradients[shard.whole.name]) for shard in shards}
         absent = {shard.variable.name for shard in shards if shard.whole.name in missing}
-        guards_state = self._has_state()
+        finds_overflow = self._has_state()
         trips: list[RoundTrip | HierarchicalRoundTrip] = []
         for bucket in self.buckets(tuple(gradients), first):
             sent = [gradient_to_send(views[name], name in absent) for name in bucket.names]
             present = [name not in absent for name in bucket.names]
-            trip = self.runner.make_round_trip(Contribution(bucket, sent, present, guards_state, self.runner.traffic))
+            trip = self.runner.make_round_trip(Contribution(bucket, sent, present, finds_overflow, self.runner.traffic))
             trip.start()
             assert not isinstance(trip, DelayedRoundTrip)  # hooks refuse methods that delay
             if self.runner.hierarchy is None:

@@ -107,7 +107,7 @@ def test_what_cannot_be_exchanged_is_refused_on_all_ranks():
     grc.step(x, "w")
     for tensors, names, words in (
         (torch.zeros(3), "w", "'w' is float32[3] now, and was float32[2] at its first step"),
-        ([x, x], ["v", "v"], "names must be strings, each another"),
+        ([x, x], ["v", "v"], "names must be strings that differ"),
         ([x], ["v", "u"], "there are 1 tensors and 2 names"),
         ([x, x.double()], ["v", "u"], "'v' is float32 on cpu, 'u' is float64 on cpu"),
         ([x, x], ["v", "w"], "'w' was exchanged with other tensors before"),

@@ -41,6 +41,8 @@ class StateMixin:
     _grace: Session
     _memories_saved_separately = False
     """True if :class:`grace.torch.Memories` saves and loads the memories."""
+    _memories_in_torchs_part = False
+    """True if the last state that torch's functions for state dicts got has the memories."""
     _saved_by_framework = False
     """True if a framework saves and loads torch's part alone, and Grace's integration the rest."""
 
@@ -74,6 +76,7 @@ class StateMixin:
                 checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
+        self._memories_in_torchs_part = False
         if self._memories_saved_separately:
             return state
         if getattr(dcp_frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
@@ -89,6 +92,7 @@ class StateMixin:
             inner[runner.backend.rank] = pack_state(state)
             saved[INNER] = inner
         state["param_groups"][0][_key(runner)] = pack_state(saved)
+        self._memories_in_torchs_part = True
         return state
 
     def full_state_dict(self, packed: bool = False) -> SavedState:
@@ -131,7 +135,8 @@ class StateMixin:
             RankError: another rank refused its state, or the ranks load states of different saves.
         """
         by_dcp = memory == "strict" and _dcp_caller() is not None
-        if self._saved_by_framework or (by_dcp and self._memories_saved_separately):
+        separately = self._memories_saved_separately and not _has_memories(state_dict)
+        if self._saved_by_framework or (by_dcp and separately):
             with _reporting_damage():
                 super().load_state_dict(state_dict)  # type: ignore[misc]
             loaded, self._grace.loaded_memories = self._grace.loaded_memories, None
@@ -342,6 +347,12 @@ def unpack_state(saved: object) -> Any:
 def _key(runner: StepRunner) -> str:
     """Return the key of this rank's memories."""
     return f"{KEY}{runner.backend.rank}" + (f".{runner.shard_label}" if runner.shard_label else "")
+
+
+def _has_memories(state_dict: object) -> bool:
+    """Return True if torch's part of a state has memories, as it has if there was no ``Memories`` when it was saved."""
+    groups = state_dict.get("param_groups", ()) if isinstance(state_dict, dict) else ()
+    return any(str(key).startswith(KEY) for group in groups for key in group)
 
 
 def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any], SavedState | None]:

@@ -293,6 +293,8 @@ def load_state(
             if error is None:
                 loaded = checkpoint.prepare(runner, saved, memory, lambda s: move_to_devices(s, session.parameters))
                 with _reporting_damage():
+                    if session.shard_group is not None:
+                        plain = _on_own_meshes(plain, optimizer)
                     super(StateMixin, optimizer).load_state_dict(plain)
         except Exception as raised:
             error = raised
@@ -314,6 +316,38 @@ def load_state(
         session.switch_runner(runner, plan)
         former.close()
         session.auto.resume(resumed)
+
+
+def _on_own_meshes(plain: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a sharded optimizer's state with its tensors on the meshes of this run's parameters. A run with another
+    number of replicas had other meshes, whose tensors torch does not compute with beside these.
+
+    Raises:
+        ConfigError: a tensor is of another part of its parameter.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def on_mesh_of(p: Any, value: Any) -> Any:
+        """Return a value of a parameter's state, on the parameter's mesh if it is sharded."""
+        if not (isinstance(value, DTensor) and isinstance(p, DTensor)) or value.device_mesh == p.device_mesh:
+            return value
+        local = value.to_local()
+        if local.shape != p.to_local().shape:
+            raise ConfigError(
+                f"the optimizer's state has a part of shape {tuple(local.shape)} of a parameter, and this rank has one "
+                f"of {tuple(p.to_local().shape)}: it was saved with another number of shards"
+            )
+        return DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in plain["param_groups"] for key in group["params"]]
+    state = dict(plain["state"])
+    for key, p in zip(keys, params, strict=False):  # torch refuses another number of parameters itself
+        if key in state:
+            state[key] = {name: on_mesh_of(p, value) for name, value in state[key].items()}
+    return {**plain, "state": state}
 
 
 @contextlib.contextmanager

@@ -47,6 +47,9 @@ from grace.torch.parameters import scaler_enabled
 from grace.torch.shard_group import ShardGroupState, build_method, from_file_format
 from grace.torch.state_dict import move_to_devices
 
+INSIDE = " (inside nodes)"
+"""Ending of the keys of wires inside nodes, after the module's name."""
+
 
 class ReduceScatterState(ShardGroupState):
     """The state of compressed reduce-scatters between steps: the residuals of each module, for each other rank of the
@@ -82,6 +85,9 @@ class ReduceScatterState(ShardGroupState):
             communicator = _build_inside(inside, self.backend.size)
             communicator.bind(SubgroupContext(self.context, node.rank, node.size), node)
             self.inside = communicator.compressor
+        methods = [self.compressor] if self.inside is None else [self.compressor, self.inside]
+        self.exact = all(method.traits.exact for method in methods) and not self.memory.stateful
+        """True if nothing is lost, so that float64 gradients are sent and added up as such; else in float32."""
         self.overflow = False
         self.passes = ModulePasses()
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
@@ -235,11 +241,13 @@ class ReduceScatterState(ShardGroupState):
             self._reduce_uncompressed(given, output, mean)
             self._record_mean(name, output)
             return
+        if given.dtype is torch.float64 and not self.exact:
+            given = given.float()  # before the check: what is finite in float64 may not be in float32
         k = kernels_of(given)
         finite = bool(k.all_finite(given))
         rows = given.view(self.backend.size, -1)
         if self.hops is None:
-            sums = rows.float()
+            sums = rows.to(_sum_dtype(rows))
         else:
             sums, finite = self._sum_in_node(name, rows, finite)
         encode = partial(self._encode_between, name)
@@ -251,8 +259,8 @@ class ReduceScatterState(ShardGroupState):
         output.copy_(total.div_(self.backend.size) if mean else total)
 
     def _sum_in_node(self, name: str, rows: torch.Tensor, finite: bool) -> tuple[torch.Tensor, bool]:
-        """Return the sums over this rank's node of the parts of its peers, in float32, and True if all gradients of the
-        node and these sums are finite.
+        """Return the sums over this rank's node of the parts of its peers, and True if all gradients of the node and
+        these sums are finite.
 
         Args:
             rows: this rank's gradient, of each rank of the shard group the part that it keeps.
@@ -261,9 +269,9 @@ class ReduceScatterState(ShardGroupState):
         assert self.hops is not None
         node = self.hops.node
         if self.inside is not None:
-            parts = [rows[column].reshape(-1).float() for column in self.hops.columns]
+            parts = [rows[column].reshape(-1).to(_sum_dtype(rows)) for column in self.hops.columns]
             encode = partial(self._encode_inside, name)
-            total, finite = self._sum_encoded(node, f"{name} (inside nodes)", parts, finite, self.inside, encode)
+            total, finite = self._sum_encoded(node, f"{name}{INSIDE}", parts, finite, self.inside, encode)
             return total.view(len(self.peer_ranks), -1), finite and bool(kernels_of(total).all_finite(total))
         sent = rows.new_empty((node.size, len(self.peer_ranks) * rows.shape[1] + 1))
         for receiver, column in enumerate(self.hops.columns):
@@ -272,7 +280,7 @@ class ReduceScatterState(ShardGroupState):
         self.sent_bytes += (node.size - 1) * sent[0].nbytes
         with self.backend.waiting_for_ranks(lambda: f"the sums of module {name!r} over this node"):
             arrived = node.alltoall(sent.view(-1).view(torch.uint8)).wait()  # engines may not know the dtype
-        total = torch.zeros_like(sent[0], dtype=torch.float32)
+        total = torch.zeros_like(sent[0], dtype=_sum_dtype(sent))
         for part in arrived:  # in the order of ranks
             total += part.view(sent.dtype)
         return total[:-1].view(len(self.peer_ranks), -1), bool(kernels_of(total).all_finite(total))
@@ -290,7 +298,7 @@ class ReduceScatterState(ShardGroupState):
 
         Args:
             key: the key of the wire.
-            parts: for each rank its part, in float32.
+            parts: for each rank its part.
             finite: True if this rank's parts are finite.
             compressor: the method.
             encode: returns the payload and the ctx of a part, given the rank's number.
@@ -357,6 +365,11 @@ class ReduceScatterState(ShardGroupState):
         payload, ctx = self.compressor.compress(x, key)
         self.memory.update(x, key, self.compressor, payload, ctx)
         return payload, ctx
+
+
+def _sum_dtype(gradients: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which gradients are added up."""
+    return torch.float64 if gradients.dtype is torch.float64 else torch.float32
 
 
 def _shard_numel(layout: ModuleLayout) -> int:
@@ -458,11 +471,12 @@ def compress_reduce_scatter(
     """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
 
     Each rank sends to every other one the part of its gradient that the other keeps, compressed, and adds up the
-    received parts in float32; its own part is exact. Where nodes have equally many ranks, and several, it takes two
-    hops: parts are summed inside each node, exactly or by the method ``inside``, and these sums are sent, compressed,
-    between the ranks of equal number on all nodes, so that with N nodes a node's link carries (N - 1) / N of one
-    payload of the model, and not one for each of its ranks. Ranks are on one node if their hosts' names (or GRACE_NODE)
-    are the same.
+    received parts in float32 (float64 gradients in float64 if ``block`` is "none"); its own part is exact.
+
+    Where nodes have equally many ranks, and several, it takes two hops: parts are summed inside each node, exactly or
+    by the method ``inside``, and these sums are sent, compressed, between the ranks of equal number on all nodes. So
+    with N nodes a node's link carries (N - 1) / N of one payload of the model, and not one for each of its ranks. Ranks
+    are on one node if their hosts' names (or GRACE_NODE) are the same.
 
     With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit. Residuals take the size of what a
     rank sends, in float32: that of the unsharded gradients, and of a node's part of them with two hops;

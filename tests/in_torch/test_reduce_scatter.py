@@ -362,6 +362,38 @@ def test_two_hops_go_on_from_their_state_and_deal_out_that_of_one_hop():
                 torch.testing.assert_close(value, owed[name], rtol=1e-5, atol=1e-7)
 
 
+def of_float64(mesh):
+    torch.manual_seed(7)
+    return fully_shard(torch.nn.Linear(5, 7, dtype=torch.float64), mesh=mesh)
+
+
+def float64_loss(net):
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    return net(torch.randn(4, 5, dtype=torch.float64, generator=rng)).square().mean()
+
+
+@pytest.mark.parametrize("nodes", ["abcd", "aabb"])
+@on_ranks(4)
+def test_gradients_of_float64_are_added_up_as_such_where_nothing_is_lost(nodes):
+    mesh = mesh_of(1, 4)["shard"]
+    plain, net = of_float64(mesh), of_float64(mesh)
+    float64_loss(plain).backward()
+    with on_nodes(nodes), compressed(net, shards="none", inside="none"):
+        float64_loss(net).backward()
+    for wanted, got in zip(plain.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), wanted.grad.to_local(), rtol=1e-14, atol=0)
+
+
+@on_ranks(4)
+def test_a_gradient_of_float64_that_float32_cannot_hold_is_an_overflow():
+    net = of_float64(mesh_of(1, 4)["shard"])
+    with compressed(net, shards="block(bits=8)") as (state,):
+        (float64_loss(net) * (1e50 if dist.get_rank() == 3 else 1)).backward()
+        assert all(p.grad.to_local().isnan().all() for p in net.parameters())
+        state.close_step()
+        assert not state.memory.state.committed
+
+
 @on_ranks(4)
 def test_gradients_that_are_cleared_before_the_first_step_are_warned_of_without_an_argument_that_is_not_there():
     net = built(mesh_of(1, 4)["shard"])

@@ -43,6 +43,7 @@ class SentWeights(Memory):
     those to the copies, which :class:`AllGatherState` has."""
 
     name = "sent"
+    noise_advice = "block(bits=4), or leave delta out"  # differences cannot do without this memory
 
     def keeps(self, shape: Shape) -> Shape:
         return shape

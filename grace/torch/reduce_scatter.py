@@ -21,7 +21,6 @@ from grace.core.context import Context, SubgroupContext
 from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
@@ -82,6 +81,7 @@ class ReduceScatterState(ShardGroupState):
         """Method of the sums inside nodes; None if they are exact."""
         if self.hops is not None and inside is not None:
             node = self.hops.node
+            self.numbers |= {f"{name}{INSIDE}": number for name, number in self.numbers.items()}
             communicator = _build_inside(inside, self.backend.size)
             communicator.bind(SubgroupContext(self.context, node.rank, node.size), node)
             self.inside = communicator.compressor
@@ -319,14 +319,14 @@ class ReduceScatterState(ShardGroupState):
         wire, buffer = self.wires[key]
         for to, payload in payloads.items():
             row_buffer = buffer[to * wire.length : (to + 1) * wire.length]
-            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
+            wire.pack([payload], [self.status_of(key, finite)], out=row_buffer)
         self.sent_bytes += (backend.size - 1) * wire.length
         with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {key!r}"):
             arrived = backend.alltoall(buffer).wait()
         total = parts[rank].clone()
         for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
             if sender != rank:
-                finite = k.to_list(row[wire.statuses]) == [PRESENT] and finite
+                finite = self.is_finite(key, row, backend, sender) and finite
                 (payload,) = wire.unpack(row)
                 total = compressor.accumulate(payload, ctx, total)
         return total, finite

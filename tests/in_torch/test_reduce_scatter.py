@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
 import grace
+from grace.errors import StepError
 from grace.torch.state_dict import pack_state, unpack_state
 from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks, ranks_of
@@ -219,6 +220,35 @@ def test_a_shard_axis_of_one_rank_is_data_parallelism():
     state.close()
     assert same_bits(weights)
     assert state.runner.context.size == 4
+
+
+class Turned(torch.nn.Module):
+    """Two layers of one size; rank 1 runs the second one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        layers = [self.first, self.second]
+        for layer in layers if dist.get_rank() == 0 else reversed(layers):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("compress", ["compress_reduce_scatter", "compress_all_gather"])
+@on_ranks()
+def test_ranks_that_run_other_modules_name_them(compress):
+    """Modules of one size have wires of one size, which the engine cannot tell apart."""
+    net = Turned()
+    for module in (net.first, net.second, net):
+        fully_shard(module, mesh=mesh_of(1, 2)["shard"])
+    getattr(grace.torch, compress)(net)
+    words = refusal(lambda: net(torch.ones(3, 6)).sum().backward(), kind=StepError)
+    here, there = ("first", "second") if (compress == "compress_all_gather") == (dist.get_rank() == 0) else (
+        "second", "first")  # fmt: skip
+    assert f"rank {dist.get_rank()} is at module {here!r}, and rank {1 - dist.get_rank()} sent its part of" in words
+    assert f"sent its part of {there!r}" in words
 
 
 @contextlib.contextmanager

@@ -93,6 +93,7 @@ class ReduceScatterState(ShardGroupState):
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         self.numels = {layout.name: _shard_numel(layout) for layout in layouts}
         """Number of elements of each module's gradient that a rank keeps."""
+        self.layout_of = {layout.name: layout for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "")
         self.unhook = subscribe_to_steps(self, params.values())
@@ -352,9 +353,8 @@ class ReduceScatterState(ShardGroupState):
 
     def _record_mean(self, name: str, total: torch.Tensor) -> None:
         """Record that a module's gradients were reduced."""
-        nonzero = total.any()
-        for parameter in self.trained[name]:
-            self.uses.record_mean(parameter, nonzero)
+        for piece in self.layout_of[name].pieces(total):  # an unused parameter's zeros are no gradient that was cleared
+            self.uses.record_mean(piece.name, piece.view(total).any())
 
     def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Payload, Ctx]:
         """Compensate and compress the part for one receiver, and update its residual."""

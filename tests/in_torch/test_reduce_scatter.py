@@ -436,6 +436,16 @@ def test_gradients_that_are_cleared_before_the_first_step_are_warned_of_without_
 
 
 @on_ranks(4)
+def test_gradients_that_add_up_before_the_first_step_are_not_warned_of():
+    """One layer of the module is not used: its zeros were not cleared."""
+    net = built(mesh_of(1, 4)["shard"])
+    with compressed(net, shards="block"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(net, 0).backward()
+        loss_of(net, 1).backward()
+
+
+@on_ranks(4)
 def test_gradients_that_are_cleared_are_not_warned_of_where_no_memory_keeps_anything():
     net = built(mesh_of()["shard"])
     with compressed(net, replicas="none", shards=("block", "none")) as states, warnings.catch_warnings():

@@ -589,6 +589,24 @@ def test_a_second_compression_of_one_model_is_refused_until_the_first_is_closed(
         second.close()
 
 
+@on_ranks(4)
+def test_parts_of_tensors_are_refused_where_ranks_need_whole_ones():
+    """On rank 0 alone; the others hear that it refused."""
+    mesh = mesh_of()
+    net = built(mesh["shard"])
+    given = (net, net.last.weight.detach()) if dist.get_rank() == 0 else (Net(), torch.zeros(3, 13))
+    communicator = grace.communicators.Allgather("topk(ratio=0.5)", "residual", 4)
+    calls = {
+        "'first.weight' is a DTensor": lambda: grace.broadcast_parameters(given[0]),
+        "takes a whole tensor, and this one is a DTensor": lambda: grace.allreduce(given[1]),
+        "it is a DTensor": lambda: communicator.step(given[1], "w"),
+    }
+    kind = grace.ConfigError if dist.get_rank() == 0 else grace.RankError
+    words = [refusal(call, kind=kind) for call in calls.values()]
+    if dist.get_rank() == 0:
+        assert all(message in one for message, one in zip(calls, words, strict=True)), words
+
+
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
     for call in (grace.torch.register_fsdp_hook, grace.torch.compress_reduce_scatter):

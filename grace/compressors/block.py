@@ -112,8 +112,8 @@ class Block(Accumulating):
 
     @property
     def noise_advice(self) -> str:  # type: ignore[override]
-        """The choice that is recommended instead of error feedback on long blocks."""
-        return "shorter blocks" if self.norm == "rms" else "memory='none'"
+        """The choice that is recommended on long blocks with error feedback; empty for another memory."""
+        return "shorter blocks" if self.norm == "rms" else ""
 
     @property
     def block_size(self) -> int:

@@ -203,9 +203,10 @@ class Communicator(Component):
                 f"leaves out. Use memory={traits.memory!r}. {memories}"
             )
         if self.compressor.noisy and self.memory.stateful:
+            advice = self.compressor.noise_advice or self.memory.noise_advice
             warn(
                 f"{self.compressor.spec} is not a contraction: its error can exceed the gradient, and error feedback "
-                f"({self.memory.spec}) on it can diverge. Use {self.compressor.noise_advice}"
+                f"({self.memory.spec}) on it can diverge. Use {advice}"
             )
 
     def make_for(self, world_size: int | None) -> None:

@@ -194,8 +194,8 @@ class Compressor(StatefulComponent):
         """True if payloads have the same size on every rank."""
         return not self.traits.varies
 
-    noise_advice: ClassVar[str] = "memory='none'"
-    """The choice that is recommended instead of error feedback on a noisy method."""
+    noise_advice: ClassVar[str] = ""
+    """The choice that is recommended on a noisy method with error feedback; empty for another memory."""
 
     @property
     def noisy(self) -> bool:

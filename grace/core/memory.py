@@ -39,6 +39,8 @@ class Memory(StatefulComponent):
     """True if the memory applies momentum itself, so that the optimizer's must be 0."""
     needs_lr: ClassVar[bool] = False
     """True if the memory reads the learning rate, so that it needs the optimizer."""
+    noise_advice: ClassVar[str] = "memory='none'"
+    """The choice that is recommended instead of this memory on a noisy method."""
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from grace.core import watch_server
+from grace.core.at_exit import call_as_child_ends
 from grace.core.waits import Wait, current_position, register_training_thread, waits
 from grace.core.watch_server import (
     LOST,
@@ -425,6 +426,7 @@ def _open(backend: Any) -> Watch | None:
 
 def _install_excepthook() -> None:
     """Report uncaught errors to the other ranks, before the program's own hook shows them."""
+    call_as_child_ends(_report_error_of_child, priority=1)  # before the functions that leave the run
     before = sys.excepthook
     # The hook stays when a run ends: a second one would report every error twice.
     if getattr(before, "tells", False):
@@ -437,6 +439,16 @@ def _install_excepthook() -> None:
 
     hook.tells = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _report_error_of_child() -> None:
+    """Report the error that ends a process of multiprocessing, which calls no excepthook."""
+    error = sys.exc_info()[1]
+    # torch.multiprocessing keeps the error for the parent process, and exits while it handles it.
+    while isinstance(error, SystemExit) and error.code:
+        error = error.__context__
+    if isinstance(error, Exception) and _current is not None:
+        _current.report_failure(type(error), error)
 
 
 def _close_after_fork() -> None:

@@ -351,6 +351,9 @@ def compare_stamps(
     >>> behind = step_stamp(Context(step=5, updates=-1))
     >>> compare_stamps([step_stamp(here), behind, step_stamp(here)], here)[0].partition(". ")[0]
     'rank 1 is at step 5, ranks 0 and 2 are at step 6: rank 1 left out optimizer.step()'
+    >>> stepped = step_stamp(Context(step=6, updates=1))
+    >>> compare_stamps([step_stamp(here), step_stamp(here), stepped], here)[0].partition(": ")[2].partition(". ")[0]
+    'ranks 0 and 1 left out optimizer.step(), or rank 2 called it without a backward pass'
     """
     mine = step_stamp(context)
     if all([theirs == mine for theirs in stamps]):
@@ -373,7 +376,10 @@ def compare_stamps(
     if any(behind.values()):
         late = [rank for rank, steps in behind.items() if steps]
         steps = {rank: context.step + most_steps - steps for rank, steps in behind.items()}
-        return f"{_describe_steps(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
+        why = f"{call(late)} left out {context.api_names.step}"
+        if len(set(steps_ahead.values())) == 1:  # of equally many exchanges: a step without one looks the same
+            why += f", or {call([rank for rank in intact if rank not in late])} called it without a backward pass"
+        return f"{_describe_steps(steps, call)}: {why}. {ADVICE}", False
     # Steps are equal: a rank that cleared gradients more often than others has left backward() out, or cleared them
     # once more, which looks the same from here.
     cleared_ahead = {rank: _signed(theirs.cleared - mine.cleared) for rank, theirs in intact.items()}

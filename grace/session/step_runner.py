@@ -41,6 +41,7 @@ class SessionCallbacks:
 
     Attributes:
         hyperparameters: returns the hyperparameters of the last step, as facts; the context has their digest.
+        drifted: the text around the first of these facts that differs between ranks.
         planned: returns the document of the planner's choice, for checkpoints; empty if the user chose.
         follows_scaler: returns True if :meth:`StepRunner.rescale` is called at each step, with the loss scale of a
             gradient scaler.
@@ -48,6 +49,7 @@ class SessionCallbacks:
     """
 
     hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
+    drifted: tuple[str, str] = DRIFTED
     planned: Callable[[], str] = str
     follows_scaler: Callable[[], bool] = bool
     computing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -379,7 +381,7 @@ class StepRunner:
                 mine = self.callbacks.hyperparameters() if hyperparameters is None else hyperparameters
                 # All ranks have read the same headers, so all of them run this collective.
                 facts = backend.allgather_object(list(mine))
-                begin, advice = DRIFTED
+                begin, advice = self.callbacks.drifted
                 if self.outer_rounds:
                     advice = f"{advice}. {ESTIMATED}"
                 raise StepError(first_difference(facts, begin, advice, number_of=backend.number_of))

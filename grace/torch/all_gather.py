@@ -16,7 +16,6 @@ from grace.core.memory import Memory
 from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
@@ -43,6 +42,7 @@ class SentWeights(Memory):
     those to the copies, which :class:`AllGatherState` has."""
 
     name = "sent"
+    noise_advice = "block(bits=4), or leave delta out"  # differences cannot do without this memory
 
     def keeps(self, shape: Shape) -> Shape:
         return shape
@@ -225,13 +225,13 @@ class AllGatherState(ShardGroupState):
             wire = Layout.from_payloads(k, payloads, sums=False)
             self.wires[layout.name] = wire, torch.zeros(wire.length, dtype=torch.uint8, device=shard.device)
         wire, buffer = self.wires[layout.name]
-        wire.pack(payloads, [PRESENT if finite else OVERFLOW] * len(payloads), out=buffer)
+        wire.pack(payloads, [self.status_of(layout.name, finite)] * len(payloads), out=buffer)
         self.sent_bytes += (self.backend.size - 1) * wire.length
         with self.backend.waiting_for_ranks(lambda: f"the all-gather of module {layout.name!r}"):
             arrived = self.backend.allgather(buffer).wait()
         # The shard may be a view of the rows: they are written only now.
         for sender, received in enumerate(arrived):
-            if OVERFLOW in k.to_list(received[wire.statuses]):
+            if not self.is_finite(layout.name, received, self.backend, sender):
                 rows[sender].fill_(torch.nan)
                 continue
             base = None if copies is None else copies[sender]

@@ -219,6 +219,8 @@ def _described(tensor: torch.Tensor, name: str | None, rows: bool = False) -> st
         raise ConfigError(f"it takes a tensor, not an object of {kind}: torch.tensor(value)")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         raise ConfigError("it takes a dense tensor with values, and this one is sparse, nested or of the meta device")
+    if hasattr(tensor, "device_mesh"):
+        raise ConfigError("it takes a whole tensor, and this one is a DTensor: give its to_local() or full_tensor()")
     shape = ["any number", *map(str, tensor.shape[1:])] if rows else list(map(str, tensor.shape))
     return f"of {str(tensor.dtype).removeprefix('torch.')}[{', '.join(shape)}]{named(name)}"
 

@@ -203,6 +203,10 @@ class DDPState:
         """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
         return InertState, ()
 
+    def _compared_settings(self) -> object:
+        """Return the settings of the last step, whose digest the ranks compare."""
+        return self.hyperparameters
+
     def _describe_hyperparameters(self) -> list[tuple[str, str]]:
         """Return the hyperparameters of the last step, as facts for the ranks to compare."""
         return hyperparameter_facts(type(self.optimizer).__name__, self.hyperparameters)
@@ -278,7 +282,7 @@ class DDPState:
         context = self.runner.context
         context.updates += 1
         self.hyperparameters = hyperparameters(self.optimizer)
-        context.hyperparameter_digest = digest(self.hyperparameters)
+        context.hyperparameter_digest = digest(self._compared_settings())
 
     @property
     def context(self) -> Context:

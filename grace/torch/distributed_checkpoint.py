@@ -1,5 +1,6 @@
 """The state of optimizers and hooks as an object of its own in checkpoints of ``torch.distributed.checkpoint``."""
 
+from functools import partial
 from typing import Any
 
 from grace.errors import ConfigError
@@ -57,13 +58,14 @@ class Memories:
         """Return the state of all ranks' memories and compressors, as bytes. Every rank must call it.
 
         Raises:
+            ConfigError: the state of torch's functions that is saved beside this one has the memories too.
             ExchangeError: a step is in progress.
         """
         if isinstance(self.owner, DDPState):
             return {self.key: self.owner.full_state_dict(packed=True)}
         session = self.owner._grace
         runner = session.runner
-        saved = checkpoint.gather(runner, lambda: checkpoint.check_settled(session))
+        saved = checkpoint.gather(runner, partial(_check_saveable, self.owner))
         if runner.outer_rounds:
             own = super(StateMixin, self.owner).state_dict()  # type: ignore[misc]
             saved[INNER] = runner.backend.allgather_object(pack_state(own))
@@ -83,3 +85,13 @@ class Memories:
             load_memories(self.owner, saved, self.memory)
             if self.owner._grace.runner.outer_rounds:
                 self.owner._grace.loaded_memories = saved, self.memory
+
+
+def _check_saveable(optimizer: StateMixin) -> None:
+    """Refuse to save in the middle of a step, or beside a state of torch's functions that has the memories too."""
+    checkpoint.check_settled(optimizer._grace)
+    if optimizer._memories_in_torchs_part:
+        raise ConfigError(
+            "get_state_dict was called before grace.torch.Memories(optimizer) was made, so that its result has the "
+            "memories too: make Memories first, and call get_state_dict (or get_optimizer_state_dict) after it"
+        )

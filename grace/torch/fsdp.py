@@ -15,7 +15,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
-from grace.exchange.header import resolve_headers
+from grace.exchange.header import digest, resolve_headers
 from grace.exchange.round_trip import RoundTrip, advance_all
 from grace.session import checkpoint
 from grace.session.metrics import metrics
@@ -37,6 +37,11 @@ from grace.torch.fsdp_layout import (
     replica_states,
 )
 from grace.torch.state_dict import move_to_devices, unpack_state
+
+DRIFTED = (
+    "the ranks made a step with different hyperparameters, or with modules in another order; the first difference: ",
+    "Let schedules follow what is the same on every rank, and let all replicas run the same modules in the same order",
+)
 
 
 class FSDPState(DDPState):
@@ -67,8 +72,17 @@ class FSDPState(DDPState):
         """True if a rank of the shard group keeps state between steps. A rank whose parts are too small for the method
         keeps none itself, and takes part in the group's comparisons all the same."""
         self.passes = ModulePasses()
+        self.order = ""
+        """The modules of the last step, in the order of their gradients: no wire says whose gradients it has."""
+        runner.callbacks.drifted = DRIFTED
         self.any_overflow: bool | None = None
         """True if a rank of the shard group overflowed in this step; None until the ranks have compared."""
+
+    def _compared_settings(self) -> object:
+        return self.hyperparameters, self.order
+
+    def _describe_hyperparameters(self) -> list[tuple[str, str]]:
+        return [*super()._describe_hyperparameters(), ("modules in the order", self.order)]
 
     @property
     def traffic(self) -> Traffic:
@@ -130,9 +144,13 @@ class FSDPState(DDPState):
         """Commit the last step, or drop it, after its reduce-scatters have ended it."""
         if self.dropped:  # an outcome that overflowed makes the runner roll back the whole step
             self.outcomes.append(Outcome(self.runner.variables[0], None, True))
+        order = ", ".join(self.passes.seen)
         self.passes.clear()
         self.any_overflow = None
-        super().close_step()
+        super().close_step()  # compares the order of the step before
+        if order:
+            self.order = order
+            self.context.hyperparameter_digest = digest(self._compared_settings())
 
     def _overflowed(self) -> bool:
         """Return True if a gradient of the step in progress overflowed on a rank of the shard group. One collective a

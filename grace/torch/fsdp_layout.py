@@ -108,8 +108,8 @@ class ModulePasses:
     """The modules whose gradients came in a step, and the backward pass in which the last one came."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
-        """Names of the modules."""
+        self.seen: dict[str, None] = {}
+        """Names of the modules, in the order in which they came."""
         self.backward = -1
         """torch's number of the backward pass; -1 if it is not known."""
 
@@ -121,7 +121,7 @@ class ModulePasses:
 
     def record(self, name: str) -> None:
         """Record that the gradients of a module come."""
-        self.seen.add(name)
+        self.seen[name] = None
         self.backward = torch._C._current_graph_task_id()
 
     def clear(self) -> None:

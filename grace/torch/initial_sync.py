@@ -82,7 +82,7 @@ def broadcast_parameters(
         root_rank: Horovod's name of ``root``.
 
     Raises:
-        ConfigError: ``root`` is no rank; nothing was broadcast.
+        ConfigError: ``root`` is no rank, or a tensor is a DTensor; nothing was broadcast.
         RankError: other ranks call something else, or with tensors of other sizes; nothing was broadcast.
 
     >>> import grace
@@ -93,6 +93,7 @@ def broadcast_parameters(
     backend = current() if backend is None else backend
     pairs = named_tensors(parameters)
     check_initialized(pairs)
+    _check_whole(backend, "broadcast", [(repr(name), tensor) for name, tensor in pairs])
     tensors = [_without_repeats(value.detach()) for _, value in pairs if value.numel()]
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
@@ -107,6 +108,25 @@ def broadcast_parameters(
         for tensor, sent in zip(tensors, dense, strict=True):
             if sent is not tensor:  # contiguous() made a copy, into which the root's values came
                 tensor.copy_(sent)
+
+
+def _check_whole(backend: Backend, call: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse sharded tensors, of which each rank has another part; the other ranks hear of it.
+
+    Raises:
+        ConfigError: a tensor is a DTensor; the message names the first.
+    """
+
+    def refuse() -> str:
+        raise ConfigError(
+            f"{parts[0]} is a DTensor, of which each rank has another part: a broadcast would replace all parts by "
+            "the root's. Give all ranks the same seed, or load torch.distributed.checkpoint's files"
+        )
+
+    parts = [name for name, tensor in tensors if hasattr(tensor, "device_mesh")]
+    if parts:
+        with compared(backend, call, refuse):
+            pass
 
 
 def _describe_root(root: int, root_rank: int | None, size: int) -> str:
@@ -156,6 +176,7 @@ def broadcast_optimizer_state(
     """
     backend = current() if backend is None else backend
     skeleton, tensors = _extract_tensors(torch.optim.Optimizer.state_dict(optimizer))
+    _check_whole(backend, "broadcast_optimizer_state", [("the optimizer's state", tensor) for tensor in tensors])
     facts = tensor_facts(tensors)
     with compared(backend, "broadcast_optimizer_state", partial(_describe_root, root, root_rank, backend.size)):
         root = chosen_root(root, root_rank, backend.size)

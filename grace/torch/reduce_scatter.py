@@ -21,7 +21,6 @@ from grace.core.context import Context, SubgroupContext
 from grace.core.specs import Spec
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
@@ -46,6 +45,9 @@ from grace.torch.gradient_uses import GradientUses
 from grace.torch.parameters import scaler_enabled
 from grace.torch.shard_group import ShardGroupState, build_method, from_file_format
 from grace.torch.state_dict import move_to_devices
+
+INSIDE = " (inside nodes)"
+"""Ending of the keys of wires inside nodes, after the module's name."""
 
 
 class ReduceScatterState(ShardGroupState):
@@ -79,14 +81,19 @@ class ReduceScatterState(ShardGroupState):
         """Method of the sums inside nodes; None if they are exact."""
         if self.hops is not None and inside is not None:
             node = self.hops.node
+            self.numbers |= {f"{name}{INSIDE}": number for name, number in self.numbers.items()}
             communicator = _build_inside(inside, self.backend.size)
             communicator.bind(SubgroupContext(self.context, node.rank, node.size), node)
             self.inside = communicator.compressor
+        methods = [self.compressor] if self.inside is None else [self.compressor, self.inside]
+        self.exact = all(method.traits.exact for method in methods) and not self.memory.stateful
+        """True if nothing is lost, so that float64 gradients are sent and added up as such; else in float32."""
         self.overflow = False
         self.passes = ModulePasses()
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         self.numels = {layout.name: _shard_numel(layout) for layout in layouts}
         """Number of elements of each module's gradient that a rank keeps."""
+        self.layout_of = {layout.name: layout for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "")
         self.unhook = subscribe_to_steps(self, params.values())
@@ -235,11 +242,13 @@ class ReduceScatterState(ShardGroupState):
             self._reduce_uncompressed(given, output, mean)
             self._record_mean(name, output)
             return
+        if given.dtype is torch.float64 and not self.exact:
+            given = given.float()  # before the check: what is finite in float64 may not be in float32
         k = kernels_of(given)
         finite = bool(k.all_finite(given))
         rows = given.view(self.backend.size, -1)
         if self.hops is None:
-            sums = rows.float()
+            sums = rows.to(_sum_dtype(rows))
         else:
             sums, finite = self._sum_in_node(name, rows, finite)
         encode = partial(self._encode_between, name)
@@ -251,8 +260,8 @@ class ReduceScatterState(ShardGroupState):
         output.copy_(total.div_(self.backend.size) if mean else total)
 
     def _sum_in_node(self, name: str, rows: torch.Tensor, finite: bool) -> tuple[torch.Tensor, bool]:
-        """Return the sums over this rank's node of the parts of its peers, in float32, and True if all gradients of the
-        node and these sums are finite.
+        """Return the sums over this rank's node of the parts of its peers, and True if all gradients of the node and
+        these sums are finite.
 
         Args:
             rows: this rank's gradient, of each rank of the shard group the part that it keeps.
@@ -261,9 +270,9 @@ class ReduceScatterState(ShardGroupState):
         assert self.hops is not None
         node = self.hops.node
         if self.inside is not None:
-            parts = [rows[column].reshape(-1).float() for column in self.hops.columns]
+            parts = [rows[column].reshape(-1).to(_sum_dtype(rows)) for column in self.hops.columns]
             encode = partial(self._encode_inside, name)
-            total, finite = self._sum_encoded(node, f"{name} (inside nodes)", parts, finite, self.inside, encode)
+            total, finite = self._sum_encoded(node, f"{name}{INSIDE}", parts, finite, self.inside, encode)
             return total.view(len(self.peer_ranks), -1), finite and bool(kernels_of(total).all_finite(total))
         sent = rows.new_empty((node.size, len(self.peer_ranks) * rows.shape[1] + 1))
         for receiver, column in enumerate(self.hops.columns):
@@ -272,7 +281,7 @@ class ReduceScatterState(ShardGroupState):
         self.sent_bytes += (node.size - 1) * sent[0].nbytes
         with self.backend.waiting_for_ranks(lambda: f"the sums of module {name!r} over this node"):
             arrived = node.alltoall(sent.view(-1).view(torch.uint8)).wait()  # engines may not know the dtype
-        total = torch.zeros_like(sent[0], dtype=torch.float32)
+        total = torch.zeros_like(sent[0], dtype=_sum_dtype(sent))
         for part in arrived:  # in the order of ranks
             total += part.view(sent.dtype)
         return total[:-1].view(len(self.peer_ranks), -1), bool(kernels_of(total).all_finite(total))
@@ -290,7 +299,7 @@ class ReduceScatterState(ShardGroupState):
 
         Args:
             key: the key of the wire.
-            parts: for each rank its part, in float32.
+            parts: for each rank its part.
             finite: True if this rank's parts are finite.
             compressor: the method.
             encode: returns the payload and the ctx of a part, given the rank's number.
@@ -311,14 +320,14 @@ class ReduceScatterState(ShardGroupState):
         wire, buffer = self.wires[key]
         for to, payload in payloads.items():
             row_buffer = buffer[to * wire.length : (to + 1) * wire.length]
-            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=row_buffer)
+            wire.pack([payload], [self.status_of(key, finite)], out=row_buffer)
         self.sent_bytes += (backend.size - 1) * wire.length
         with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {key!r}"):
             arrived = backend.alltoall(buffer).wait()
         total = parts[rank].clone()
         for sender, row in enumerate(arrived):  # in the order of ranks, so that sums do not depend on arrival
             if sender != rank:
-                finite = k.to_list(row[wire.statuses]) == [PRESENT] and finite
+                finite = self.is_finite(key, row, backend, sender) and finite
                 (payload,) = wire.unpack(row)
                 total = compressor.accumulate(payload, ctx, total)
         return total, finite
@@ -344,9 +353,8 @@ class ReduceScatterState(ShardGroupState):
 
     def _record_mean(self, name: str, total: torch.Tensor) -> None:
         """Record that a module's gradients were reduced."""
-        nonzero = total.any()
-        for parameter in self.trained[name]:
-            self.uses.record_mean(parameter, nonzero)
+        for piece in self.layout_of[name].pieces(total):  # an unused parameter's zeros are no gradient that was cleared
+            self.uses.record_mean(piece.name, piece.view(total).any())
 
     def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Payload, Ctx]:
         """Compensate and compress the part for one receiver, and update its residual."""
@@ -357,6 +365,11 @@ class ReduceScatterState(ShardGroupState):
         payload, ctx = self.compressor.compress(x, key)
         self.memory.update(x, key, self.compressor, payload, ctx)
         return payload, ctx
+
+
+def _sum_dtype(gradients: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which gradients are added up."""
+    return torch.float64 if gradients.dtype is torch.float64 else torch.float32
 
 
 def _shard_numel(layout: ModuleLayout) -> int:
@@ -458,11 +471,12 @@ def compress_reduce_scatter(
     """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
 
     Each rank sends to every other one the part of its gradient that the other keeps, compressed, and adds up the
-    received parts in float32; its own part is exact. Where nodes have equally many ranks, and several, it takes two
-    hops: parts are summed inside each node, exactly or by the method ``inside``, and these sums are sent, compressed,
-    between the ranks of equal number on all nodes, so that with N nodes a node's link carries (N - 1) / N of one
-    payload of the model, and not one for each of its ranks. Ranks are on one node if their hosts' names (or GRACE_NODE)
-    are the same.
+    received parts in float32 (float64 gradients in float64 if ``block`` is "none"); its own part is exact.
+
+    Where nodes have equally many ranks, and several, it takes two hops: parts are summed inside each node, exactly or
+    by the method ``inside``, and these sums are sent, compressed, between the ranks of equal number on all nodes. So
+    with N nodes a node's link carries (N - 1) / N of one payload of the model, and not one for each of its ranks. Ranks
+    are on one node if their hosts' names (or GRACE_NODE) are the same.
 
     With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit. Residuals take the size of what a
     rank sends, in float32: that of the unsharded gradients, and of a node's part of them with two hops;

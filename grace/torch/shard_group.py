@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from grace.communicators.choice import build_communicator
+from grace.core.backend import Backend
 from grace.core.communicator import Communicator, MemoryArg
 from grace.core.compressor import Compressor
 from grace.core.specs import Spec
-from grace.errors import ConfigError
+from grace.errors import ConfigError, StepError
+from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.session import checkpoint
 from grace.session.state_schema import SavedState
@@ -18,6 +20,9 @@ from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import ModuleLayout
 from grace.torch.pickling import InertState
 from grace.torch.state_dict import pack_state, unpack_state
+
+MODULES = 64
+"""Modules that a status tells apart: it is a byte, of two bits for the status itself."""
 
 
 class ShardGroupState:
@@ -42,10 +47,39 @@ class ShardGroupState:
         self.closed = False
         self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         """Layout and buffer of each module's wire: sizes follow from shapes, so one of each serves all steps."""
+        self.numbers = {layout.name: i % MODULES for i, layout in enumerate(layouts)}
+        """Number of each wire's module, which stands in its statuses."""
 
     def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
         """Return the parts of a copy or a pickle, which is inert."""
         return InertState, ()
+
+    def status_of(self, key: str, finite: bool) -> int:
+        """Return the status of a wire's payloads: their module's number, and if they are of finite tensors."""
+        return 4 * self.numbers[key] + (PRESENT if finite else OVERFLOW)
+
+    def is_finite(self, key: str, received: torch.Tensor, backend: Backend, sender: int) -> bool:
+        """Return True if the payloads in a wire of another rank are of finite tensors.
+
+        Args:
+            key: the key of this rank's wire.
+            received: the wire that arrived.
+            backend: the backend that moved it.
+            sender: the number of its sender there.
+
+        Raises:
+            StepError: they are of another module.
+        """
+        wire, _ = self.wires[key]
+        number, status = divmod(int(wire.kernels.to_list(received[wire.statuses])[0]), 4)
+        if number != self.numbers[key]:
+            others = [repr(name) for name, other in self.numbers.items() if other == number]
+            raise StepError(
+                f"rank {backend.number_of(backend.rank)} is at module {key!r}, and rank {backend.number_of(sender)} "
+                f"sent its part of {others[0] if others else 'none'}: all ranks of a shard group must run the same "
+                "modules in the same order, also a layer that only some of them need"
+            )
+        return status == PRESENT
 
     def settle(self, saves: bool) -> None:
         """Prepare to save or load the state.

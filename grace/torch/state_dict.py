@@ -41,6 +41,8 @@ class StateMixin:
     _grace: Session
     _memories_saved_separately = False
     """True if :class:`grace.torch.Memories` saves and loads the memories."""
+    _memories_in_torchs_part = False
+    """True if the last state that torch's functions for state dicts got has the memories."""
     _saved_by_framework = False
     """True if a framework saves and loads torch's part alone, and Grace's integration the rest."""
 
@@ -74,6 +76,7 @@ class StateMixin:
                 checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
+        self._memories_in_torchs_part = False
         if self._memories_saved_separately:
             return state
         if getattr(dcp_frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
@@ -89,6 +92,7 @@ class StateMixin:
             inner[runner.backend.rank] = pack_state(state)
             saved[INNER] = inner
         state["param_groups"][0][_key(runner)] = pack_state(saved)
+        self._memories_in_torchs_part = True
         return state
 
     def full_state_dict(self, packed: bool = False) -> SavedState:
@@ -131,7 +135,8 @@ class StateMixin:
             RankError: another rank refused its state, or the ranks load states of different saves.
         """
         by_dcp = memory == "strict" and _dcp_caller() is not None
-        if self._saved_by_framework or (by_dcp and self._memories_saved_separately):
+        separately = self._memories_saved_separately and not _has_memories(state_dict)
+        if self._saved_by_framework or (by_dcp and separately):
             with _reporting_damage():
                 super().load_state_dict(state_dict)  # type: ignore[misc]
             loaded, self._grace.loaded_memories = self._grace.loaded_memories, None
@@ -288,6 +293,8 @@ def load_state(
             if error is None:
                 loaded = checkpoint.prepare(runner, saved, memory, lambda s: move_to_devices(s, session.parameters))
                 with _reporting_damage():
+                    if session.shard_group is not None:
+                        plain = _on_own_meshes(plain, optimizer)
                     super(StateMixin, optimizer).load_state_dict(plain)
         except Exception as raised:
             error = raised
@@ -309,6 +316,38 @@ def load_state(
         session.switch_runner(runner, plan)
         former.close()
         session.auto.resume(resumed)
+
+
+def _on_own_meshes(plain: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a sharded optimizer's state with its tensors on the meshes of this run's parameters. A run with another
+    number of replicas had other meshes, whose tensors torch does not compute with beside these.
+
+    Raises:
+        ConfigError: a tensor is of another part of its parameter.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def on_mesh_of(p: Any, value: Any) -> Any:
+        """Return a value of a parameter's state, on the parameter's mesh if it is sharded."""
+        if not (isinstance(value, DTensor) and isinstance(p, DTensor)) or value.device_mesh == p.device_mesh:
+            return value
+        local = value.to_local()
+        if local.shape != p.to_local().shape:
+            raise ConfigError(
+                f"the optimizer's state has a part of shape {tuple(local.shape)} of a parameter, and this rank has one "
+                f"of {tuple(p.to_local().shape)}: it was saved with another number of shards"
+            )
+        return DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in plain["param_groups"] for key in group["params"]]
+    state = dict(plain["state"])
+    for key, p in zip(keys, params, strict=False):  # torch refuses another number of parameters itself
+        if key in state:
+            state[key] = {name: on_mesh_of(p, value) for name, value in state[key].items()}
+    return {**plain, "state": state}
 
 
 @contextlib.contextmanager
@@ -342,6 +381,12 @@ def unpack_state(saved: object) -> Any:
 def _key(runner: StepRunner) -> str:
     """Return the key of this rank's memories."""
     return f"{KEY}{runner.backend.rank}" + (f".{runner.shard_label}" if runner.shard_label else "")
+
+
+def _has_memories(state_dict: object) -> bool:
+    """Return True if torch's part of a state has memories, as it has if there was no ``Memories`` when it was saved."""
+    groups = state_dict.get("param_groups", ()) if isinstance(state_dict, dict) else ()
+    return any(str(key).startswith(KEY) for group in groups for key in group)
 
 
 def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any], SavedState | None]:

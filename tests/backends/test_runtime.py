@@ -164,6 +164,42 @@ print([each.exitcode for each in ranks])
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("start", ["torch", "fork"])
+def test_ranks_that_multiprocessing_starts_say_why_they_fail(tmp_path, start):
+    """multiprocessing calls no excepthook."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import os, sys
+import torch.multiprocessing as mp
+def rank(number):
+    import grace
+    os.environ["RANK"] = str(number)
+    backend = grace.init()
+    backend.allgather_object("a question")
+    if number == 1:
+        raise ValueError("a bug of the program")
+    try:
+        backend.allgather_object("another question")
+    except grace.ExchangeError as error:
+        print(error, flush=True)
+if {start!r} == "torch":
+    try:
+        mp.start_processes(rank, nprocs=2, start_method="fork", join=False).join(grace_period=20)
+    except mp.ProcessRaisedException:
+        sys.exit()
+ranks = [mp.get_context("fork").Process(target=rank, args=(number,)) for number in range(2)]
+[each.start() for each in ranks]
+[each.join() for each in ranks]
+"""
+    )
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    said, told = program(str(script), **launcher)
+    assert "rank 1 failed: ValueError: a bug of the program" in said
+    assert "grace: rank 1 failed first: ValueError: a bug of the program" in told
+
+
+@pytest.mark.ranks
 def test_a_worker_that_a_rank_has_spawned_does_not_join_the_run(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

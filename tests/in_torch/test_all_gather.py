@@ -366,6 +366,8 @@ def test_choices_that_cannot_work_are_refused():
     compress = grace.torch.compress_all_gather
     assert "cannot compress the parts of a tensor alike" in refusal(compress, net, "topk")
     assert "leave delta out" in refusal(compress, net, "none", delta=True)
+    with pytest.warns(UserWarning, match=r"Use block\(bits=4\), or leave delta out"), gathered(net, "qsgd", delta=True):
+        pass
     assert "whole copy of the model" in refusal(compress, built(mesh_of(4, 1)["shard"]))
     assert "needs a model that fully_shard" in refusal(compress, Net())
     with gathered(net):

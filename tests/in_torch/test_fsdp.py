@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import grace
+from grace.errors import StepError
 from tests.support.pairwise import pairwise
 from tests.support.pools import on_ranks
 from tests.support.sharded import (
@@ -587,6 +588,59 @@ def test_a_second_compression_of_one_model_is_refused_until_the_first_is_closed(
         first.close()  # once more, which must not end the second
         assert "are compressed already: close() their state first" in refusal(compress)
         second.close()
+
+
+class Turned(torch.nn.Module):
+    """Two layers of one size; the second replica runs the second one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        layers = [self.first, self.second]
+        for layer in layers if dist.get_rank() == 0 else reversed(layers):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("known", [True, False])
+@on_ranks()
+def test_replicas_that_run_modules_in_another_order_name_it_in_the_next_step(known):
+    """No wire says whose gradients it has, and these have one size."""
+    mesh, net = mesh_of(2, 1), Turned()
+    for module in (net.first, net.second):
+        fully_shard(module, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    grace.torch.register_fsdp_hook(net, mesh["replicate"], TOPK, optimizer=opt if known else None)
+
+    def train():
+        for _ in range(2):
+            net(torch.ones(3, 6)).sum().backward()
+            opt.step()
+
+    words = refusal(train, kind=StepError)
+    orders = "rank 0 has modules in the order second, first, rank 1 has modules in the order first, second"
+    assert orders in words
+
+
+@on_ranks(4)
+def test_parts_of_tensors_are_refused_where_ranks_need_whole_ones():
+    """On rank 0 alone; the others hear that it refused."""
+    mesh = mesh_of()
+    net = built(mesh["shard"])
+    given = (net, net.last.weight.detach()) if dist.get_rank() == 0 else (Net(), torch.zeros(3, 13))
+    communicator = grace.communicators.Allgather("topk(ratio=0.5)", "residual", 4)
+    calls = {
+        "'first.weight' is a DTensor": lambda: grace.broadcast_parameters(given[0]),
+        "takes a whole tensor, and this one is a DTensor": lambda: grace.allreduce(given[1]),
+        "it is a DTensor": lambda: communicator.step(given[1], "w"),
+    }
+    kind = grace.ConfigError if dist.get_rank() == 0 else grace.RankError
+    words = [refusal(call, kind=kind) for call in calls.values()]
+    if dist.get_rank() == 0:
+        assert all(message in one for message, one in zip(calls, words, strict=True)), words
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import grace
 from grace.core.outer import Outer
-from tests.support.pools import on_ranks
+from tests.support.pools import on_ranks, ranks_of
 from tests.support.sharded import mesh_of, whole
 from tests.support.training import digest, refusal
 
@@ -254,9 +254,9 @@ def test_replicas_whose_scalers_skip_other_steps_stay_together():
 class Run:
     """A run that saves and loads itself."""
 
-    def __init__(self, inner=lambda p: torch.optim.AdamW(p, lr=0.01), seed=7, **choices):
-        self.net = sharded(mesh_of(2, 2)["shard"], seed=seed)
-        self.optimizer = distributed(self.net, mesh_of(2, 2), inner, **choices)
+    def __init__(self, inner=lambda p: torch.optim.AdamW(p, lr=0.01), seed=7, replicas=2, **choices):
+        self.net = sharded(mesh_of(replicas, 2)["shard"], seed=seed)
+        self.optimizer = distributed(self.net, mesh_of(replicas, 2), inner, **choices)
 
     def train(self, steps):
         train(self.net, self.optimizer, steps)
@@ -320,6 +320,46 @@ def test_torchs_checkpoints_hold_each_ranks_parts(tmp_path, memories):
         resumed.net, resumed.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
     )
     assert resumed.train(range(6, 9)).ends() == run.ends()
+
+
+def parts_of(run):
+    """Return the states that torch's checkpoints hold of a run."""
+    memories = grace.torch.Memories(run.optimizer)
+    model, optimizer = get_state_dict(run.net, run.optimizer)
+    return {"model": model, "optimizer": optimizer, "memories": memories}
+
+
+def saves(replicas, folder):
+    run = Run(replicas=replicas, **RESUMED["topk"]).train(range(6))
+    dcp.save(parts_of(run), checkpoint_id=folder)
+    torch.save(run.optimizer.full_state_dict(), folder / f"{dist.get_rank()}.pt")
+    return digest([anchors(run.optimizer), [*own_moments(run)]])
+
+
+def loads(replicas, folder, way):
+    run = Run(seed=9, replicas=replicas, **RESUMED["topk"])
+    if way == "torch's":
+        dcp.load(loaded := parts_of(run), checkpoint_id=folder)
+        set_state_dict(run.net, run.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    else:  # a file for each part of the parameters
+        run.optimizer.load_state_dict(torch.load(folder / f"{dist.get_rank() % 2}.pt"))
+    loaded = digest([anchors(run.optimizer), [*own_moments(run)]])
+    run.train(range(6, 10)).optimizer.flush()
+    return loaded, digest(whole(run.net))
+
+
+def own_moments(run):
+    for state in run.optimizer.state.values():
+        yield state["exp_avg"].to_local()
+
+
+@pytest.mark.parametrize("way", ["torch's", "full_state_dict"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_replicas_goes_on_with_the_moments_of_the_first(tmp_path, before, after, way):
+    saved = ranks_of(2 * before).run(saves, before, tmp_path)
+    loaded, ends = zip(*ranks_of(2 * after).run(loads, after, tmp_path, way), strict=True)
+    assert list(loaded) == saved[:2] * after
+    assert len(set(ends)) == 1
 
 
 @on_ranks(4)

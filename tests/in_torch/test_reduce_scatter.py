@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
 import grace
+from grace.errors import StepError
 from grace.torch.state_dict import pack_state, unpack_state
 from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks, ranks_of
@@ -221,6 +222,35 @@ def test_a_shard_axis_of_one_rank_is_data_parallelism():
     assert state.runner.context.size == 4
 
 
+class Turned(torch.nn.Module):
+    """Two layers of one size; rank 1 runs the second one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        layers = [self.first, self.second]
+        for layer in layers if dist.get_rank() == 0 else reversed(layers):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("compress", ["compress_reduce_scatter", "compress_all_gather"])
+@on_ranks()
+def test_ranks_that_run_other_modules_name_them(compress):
+    """Modules of one size have wires of one size, which the engine cannot tell apart."""
+    net = Turned()
+    for module in (net.first, net.second, net):
+        fully_shard(module, mesh=mesh_of(1, 2)["shard"])
+    getattr(grace.torch, compress)(net)
+    words = refusal(lambda: net(torch.ones(3, 6)).sum().backward(), kind=StepError)
+    here, there = ("first", "second") if (compress == "compress_all_gather") == (dist.get_rank() == 0) else (
+        "second", "first")  # fmt: skip
+    assert f"rank {dist.get_rank()} is at module {here!r}, and rank {1 - dist.get_rank()} sent its part of" in words
+    assert f"sent its part of {there!r}" in words
+
+
 @contextlib.contextmanager
 def on_nodes(names):
     """Say in this context on which node each rank is: "aabb"."""
@@ -362,6 +392,38 @@ def test_two_hops_go_on_from_their_state_and_deal_out_that_of_one_hop():
                 torch.testing.assert_close(value, owed[name], rtol=1e-5, atol=1e-7)
 
 
+def of_float64(mesh):
+    torch.manual_seed(7)
+    return fully_shard(torch.nn.Linear(5, 7, dtype=torch.float64), mesh=mesh)
+
+
+def float64_loss(net):
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    return net(torch.randn(4, 5, dtype=torch.float64, generator=rng)).square().mean()
+
+
+@pytest.mark.parametrize("nodes", ["abcd", "aabb"])
+@on_ranks(4)
+def test_gradients_of_float64_are_added_up_as_such_where_nothing_is_lost(nodes):
+    mesh = mesh_of(1, 4)["shard"]
+    plain, net = of_float64(mesh), of_float64(mesh)
+    float64_loss(plain).backward()
+    with on_nodes(nodes), compressed(net, shards="none", inside="none"):
+        float64_loss(net).backward()
+    for wanted, got in zip(plain.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), wanted.grad.to_local(), rtol=1e-14, atol=0)
+
+
+@on_ranks(4)
+def test_a_gradient_of_float64_that_float32_cannot_hold_is_an_overflow():
+    net = of_float64(mesh_of(1, 4)["shard"])
+    with compressed(net, shards="block(bits=8)") as (state,):
+        (float64_loss(net) * (1e50 if dist.get_rank() == 3 else 1)).backward()
+        assert all(p.grad.to_local().isnan().all() for p in net.parameters())
+        state.close_step()
+        assert not state.memory.state.committed
+
+
 @on_ranks(4)
 def test_gradients_that_are_cleared_before_the_first_step_are_warned_of_without_an_argument_that_is_not_there():
     net = built(mesh_of(1, 4)["shard"])
@@ -371,6 +433,16 @@ def test_gradients_that_are_cleared_before_the_first_step_are_warned_of_without_
         with pytest.warns(UserWarning, match="gradients were cleared") as found:
             state.close_step()
     assert "optimizer=" not in str(found[0].message)
+
+
+@on_ranks(4)
+def test_gradients_that_add_up_before_the_first_step_are_not_warned_of():
+    """One layer of the module is not used: its zeros were not cleared."""
+    net = built(mesh_of(1, 4)["shard"])
+    with compressed(net, shards="block"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(net, 0).backward()
+        loss_of(net, 1).backward()
 
 
 @on_ranks(4)

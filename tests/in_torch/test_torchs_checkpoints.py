@@ -211,6 +211,40 @@ def test_torchs_state_dict_functions_go_with_them(tmp_path):
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+@on_ranks()
+def test_memories_that_are_made_too_late_are_refused_and_those_of_former_checkpoints_are_loaded(tmp_path):
+    """A run that saved without Memories goes on with it."""
+
+    def of_topk():
+        torch.manual_seed(7)
+        net = Net()
+        opt = torch.optim.Adam(net.parameters(), lr=0.01)
+        return net, grace.DistributedOptimizer(opt, net.named_parameters(), compressor="topk(ratio=0.1)")
+
+    net, opt = of_topk()
+    Run(net, opt).train(3)
+    weights, moments = get_state_dict(net, opt)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
+    kept = {name: value.clone() for name, value in opt._grace.runner.state()["memory"].items()}
+    memories = grace.torch.Memories(opt)
+    assert "make Memories first" in refusal(memories.state_dict)
+    get_state_dict(net, opt)
+    memories.state_dict()
+    opt.close()
+
+    net, opt = of_topk()
+    weights, moments = get_state_dict(net, opt)
+    grace.torch.Memories(opt)
+    dcp.load(loaded := {"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
+    set_state_dict(net, opt, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    owed = opt._grace.runner.state()["memory"]
+    plain = opt.param_groups[0].keys()
+    opt.close()
+    assert kept.keys() == owed.keys()
+    assert all(torch.equal(owed[name], kept[name]) for name in kept)
+    assert not any(key.startswith("grace") for key in plain)
+
+
 def replicas_of(ranks):
     mesh = mesh_of(ranks // 2, 2)
     net = built(mesh["shard"])

@@ -50,6 +50,8 @@ class TorchKernels(Kernels):
             raise ConfigError(f"it is {'nested' if x.is_nested else f'sparse ({x.layout})'}; give a dense one")
         if x.is_meta:
             raise ConfigError("it is on the meta device, where tensors have no numbers")
+        if hasattr(x, "device_mesh"):
+            raise ConfigError("it is a DTensor, of which this rank has a part: give its to_local() or full_tensor()")
         # Memory must hold the numbers themselves: torch may negate them only where they are read, as in x.conj().imag.
         return super().given(x.detach().resolve_neg())
 

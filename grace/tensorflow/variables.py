@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.backends.object_collectives import chosen_root, compared
-from grace.backends.runtime import current
+from grace.backends.runtime import backend_or_current
 from grace.core.arguments import check_keras_backend, do_not_convert
 from grace.core.backend import Backend
 from grace.core.variable import Variable
@@ -153,7 +153,7 @@ def broadcast_variables(
     found = list(variables if model is None else model.variables)
     if any(isinstance(variable, keras.Variable) for variable in found):
         check_keras_backend()
-    backend = current() if backend is None else backend
+    backend = backend_or_current(backend)
     with compared(backend, "broadcast", lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"):
         root = chosen_root(root, root_rank, backend.size)
         broadcast_named(names_of(found), found, root, backend)

@@ -1,5 +1,6 @@
 """Callbacks, tapes, XLA, and many steps in one call of a graph, over 2 real ranks of two engines."""
 
+import re
 import warnings
 
 import keras
@@ -249,6 +250,51 @@ def test_a_variable_that_gradients_overwrite_is_refused_by_a_tape():
         loss = tf.reduce_sum(scale.value)
     with pytest.raises(grace.ConfigError, match=r"'scale' becomes what its gradient is.*grace\.DistributedOptimizer"):
         tape.gradient(loss, [scale])
+    grace.shutdown()
+
+
+TAPE, OPTIMIZER = tf.GradientTape, keras.optimizers.SGD
+WRONG_TAPES = {
+    "takes a tf.GradientTape, not <tf.Variable": (lambda: tf.Variable([1.0]), {}),
+    "an optimizer is for grace.DistributedOptimizer": (OPTIMIZER, {}),
+    "make a tape of it": (lambda: TAPE, {}),
+    "by its name: DistributedGradientTape(tape, exchange=": (TAPE, {"compressor": lambda: exchange_of("topk")}),
+    "exchange= takes a grace.tensorflow.GradientExchange, not 'topk'": (TAPE, {"exchange": lambda: "topk"}),
+    "outer= is for grace.DistributedOptimizer": (TAPE, {"outer": lambda: "nesterov"}),
+    "num_groups= is Horovod's": (TAPE, {"num_groups": lambda: 2}),
+    "DistributedGradientTape() got an unexpected keyword argument 'foo'": (TAPE, {"foo": lambda: 2}),
+}
+"""What errors say, and functions that make the tape and the options."""
+
+
+def exchange_of(*args, **options):
+    return grace.tensorflow.GradientExchange(*args, **options)
+
+
+@pytest.mark.parametrize("said", WRONG_TAPES)
+def test_a_tape_refuses_other_objects_and_options_when_it_is_made(said):
+    """A variable or an optimizer became a tape, and options were refused in the first step."""
+    grace.init("local")
+    made, options = WRONG_TAPES[said]
+    with pytest.raises((grace.ConfigError, TypeError), match=re.escape(said)):
+        grace.tensorflow.DistributedGradientTape(made(), **{name: value() for name, value in options.items()})
+    grace.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"outer": "nesterov"}, "outer= is for grace.DistributedOptimizer"),
+        ({"period": 3}, "period= is for grace.DistributedOptimizer"),
+        ({"num_groups": 2}, "num_groups= is Horovod's"),
+        ({"compression": "fp16"}, "compression= is Horovod's"),
+        ({"backend": "mpi"}, r"as grace\.init\('mpi'\) returns one, not 'mpi'"),
+    ],
+)
+def test_an_exchange_refuses_what_only_optimizers_have(options, said):
+    grace.init("local")
+    with pytest.raises(grace.ConfigError, match=said):
+        exchange_of("topk", **options)
     grace.shutdown()
 
 

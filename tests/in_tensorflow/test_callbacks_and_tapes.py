@@ -298,6 +298,30 @@ def test_an_exchange_refuses_what_only_optimizers_have(options, said):
     grace.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ("a", "2 none, where there was 'b'"),
+        ("abc", "3 'c', where there was none"),
+        ("ba", "1 'b', where there was 'a'"),
+    ],
+)
+def test_other_variables_in_a_later_step_are_refused_by_name(later, said):
+    grace.init("local")
+    exchange, variables = exchange_of("topk"), {name: tf.Variable([1.0], name=name) for name in "abc"}
+
+    def step(names):
+        with grace.tensorflow.DistributedGradientTape(tf.GradientTape(), exchange=exchange) as tape:
+            loss = tf.add_n([tf.reduce_sum(variable) for variable in variables.values()])
+        return tape.gradient(loss, [variables[name] for name in names])
+
+    step("ab")
+    with pytest.raises(grace.ConfigError, match=f"as number {said}.*others need a GradientExchange of their own"):
+        step(later)
+    assert [mean.numpy().tolist() for mean in step("ab")] == [[1.0], [1.0]]
+    grace.shutdown()
+
+
 def test_a_jacobian_is_refused():
     """TensorFlow would run its exchanges side by side, which ends Horovod."""
     grace.init("local")

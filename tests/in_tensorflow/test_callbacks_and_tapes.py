@@ -142,6 +142,37 @@ def test_callbacks_that_exchange_weights_are_refused_beside_anchors(first):
         fit(averaging(), range(2), callbacks if first else callbacks[::-1], validation_data=samples(16, 0))
 
 
+def test_what_is_no_backend_is_refused_by_callbacks():
+    model = compiled(keras.optimizers.SGD(0.1), run_eagerly=True)
+    with pytest.raises(grace.ConfigError, match=r"takes a Backend, .* not 'mpi'"):
+        fit(model, range(1), [grace.tensorflow.MetricAverageCallback("mpi")])
+
+
+WRONG_VARIABLES = {
+    "not an object SGD: give its .variables": keras.optimizers.SGD(0.1),
+    "not an object list that holds an object int": [1],
+    "not an object ResourceVariable": tf.Variable([1.0]),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_VARIABLES)
+def test_what_is_no_list_of_variables_is_not_broadcast(said):
+    """Other ranks were said to have failed."""
+    grace.init("local")
+    with pytest.raises(grace.ConfigError, match=re.escape(said)):
+        grace.tensorflow.broadcast_variables(WRONG_VARIABLES[said])
+    grace.shutdown()
+
+
+@on_mpi
+def test_variables_that_one_rank_cannot_broadcast_are_refused_on_all():
+    own = [tf.Variable([1.0])]
+    given = keras.optimizers.SGD(0.1) if grace.rank() == 1 else own
+    with pytest.raises(grace.ConfigError if grace.rank() == 1 else grace.RankError, match=r"give its \.variables"):
+        grace.tensorflow.broadcast_variables(given)
+    grace.tensorflow.broadcast_variables(own)
+
+
 def test_anchors_want_a_distributed_optimizer():
     model = network()
     model.compile(keras.optimizers.SGD(0.1), LOSS)

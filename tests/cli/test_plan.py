@@ -48,7 +48,7 @@ def frozen():
     return net().requires_grad_(False)
 
 def empty():
-    return torch.nn.Linear(0, 3, bias=False)
+    return torch.nn.ParameterList([torch.zeros(0)])
 
 def ended():
     raise SystemExit(3)
@@ -291,7 +291,7 @@ def test_models_that_cannot_be_planned_are_refused(folder, model, said):
 
 
 def test_a_script_that_ends_when_it_is_imported_is_refused(folder):
-    """Its argparse refused the arguments of the program that imports it, and only that was said."""
+    """The usage of the script's own argparse was all that was said."""
     (folder / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--data'])\n")
     said = planned(folder, *SLOW, code=2)
     assert "'train:net': cannot import train: SystemExit: 2. Put what it does as a script under if __name__" in said

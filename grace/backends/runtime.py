@@ -119,6 +119,19 @@ def current() -> Backend:
     return _current
 
 
+def backend_or_current(backend: Backend | None) -> Backend:
+    """Return the backend that a user gave, or that of this run if none was given.
+
+    Raises:
+        ConfigError: the user gave another object.
+    """
+    if backend is None:
+        return current()
+    if not isinstance(backend, Backend):
+        raise ConfigError(f"backend= takes a Backend, as grace.init('mpi') returns one, not {backend!r}")
+    return backend
+
+
 def check_group(backend: Backend) -> None:
     """Refuse an engine that the program has made of fewer ranks than were started, unless the user has named it.
 

@@ -29,7 +29,7 @@ def call_model_function(spec: str) -> object:
     function = load_function(spec, "model", ())
     try:
         return function()
-    except Exception as error:  # anything may be named
+    except (Exception, SystemExit) as error:  # anything may be named
         raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
 
 

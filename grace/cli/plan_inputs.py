@@ -142,7 +142,8 @@ def load_model(spec: str) -> TrainedModel:
     model = model_of(result)
     variables = model_variables(model)
     if not any(variable.numel for variable in variables):
-        raise ConfigError(f"{spec} has no trainable variable, so there is nothing to exchange")
+        found = f"all trainable variables of {spec} are empty" if variables else f"{spec} has no trainable variable"
+        raise ConfigError(f"{found}, so there is nothing to exchange")
     loss = result[1] if isinstance(result, tuple) and result is not model and len(result) > 1 else None
     if loss is not None and not callable(loss):
         raise ConfigError(f"(model, loss, samples): loss takes the model, and is no {type(loss).__name__}")

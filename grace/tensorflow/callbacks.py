@@ -5,7 +5,7 @@ from numbers import Real
 
 import keras
 
-from grace.backends.runtime import current
+from grace.backends.runtime import backend_or_current
 from grace.core.arguments import check_keras_backend
 from grace.core.backend import Backend
 from grace.errors import ConfigError
@@ -33,7 +33,7 @@ class OnRanks(keras.callbacks.Callback):
     @property
     def ranks(self) -> Backend:
         """Engine of the ranks."""
-        return current() if self.backend is None else self.backend
+        return backend_or_current(self.backend)
 
     def set_model(self, model: keras.Model) -> None:
         """Check the model that Keras hands over, before anything else.

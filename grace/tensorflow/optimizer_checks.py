@@ -23,17 +23,42 @@ HOROVODS = {
 """Arguments of Horovod's DistributedOptimizer for Keras that Grace's does not take, with what to write instead."""
 
 
-def check_arguments(options: Iterable[str]) -> None:
-    """Raise for arguments that the distributed optimizer does not take.
+OPTIMIZERS = ("outer", "period")
+"""Arguments of the distributed optimizer that a tape's exchange cannot have."""
+
+
+def check_arguments(options: Iterable[str], function: str = "DistributedOptimizer") -> None:
+    """Raise for arguments that the distributed optimizer, or the exchange of a tape, does not take.
 
     Raises:
-        ConfigError: the first one is Horovod's.
+        ConfigError: the first one is Horovod's, or the optimizer's.
         TypeError: it is not known.
     """
     for name in options:
         if name in HOROVODS:
             raise ConfigError(f"{name}= is Horovod's, and for Keras Grace has none: {HOROVODS[name]}")
-        raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {name!r}")
+        if name in OPTIMIZERS:
+            raise ConfigError(
+                f"{name}= is for grace.DistributedOptimizer(optimizer, ..., outer=..., period=...): outer rounds come "
+                "after the optimizer's step, which a tape does not know"
+            )
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def check_tape(tape: object) -> None:
+    """Refuse an object that is no GradientTape, which would become one.
+
+    Raises:
+        ConfigError: the object is another one; the message says what to write instead.
+    """
+    if isinstance(tape, tf.GradientTape):
+        return
+    hint = ""
+    if tape is tf.GradientTape:
+        hint = ": make a tape of it, tf.GradientTape()"
+    elif isinstance(tape, keras.optimizers.Optimizer):
+        hint = ": an optimizer is for grace.DistributedOptimizer"
+    raise ConfigError(f"grace.tensorflow.DistributedGradientTape takes a tf.GradientTape, not {tape!r}{hint}")
 
 
 def check_not_multi_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

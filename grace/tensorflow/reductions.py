@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import keras
 import tensorflow as tf
 
-from grace.backends.runtime import check_group, current
+from grace.backends.runtime import backend_or_current, check_group
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # Horovod need not be installed
 def engine_of(process_set: "ProcessSet | None" = None, backend: Backend | None = None) -> Backend:
     """Return the backend of a process set, or the given backend; that of ``grace.init()`` if neither is given."""
     if process_set is None:
-        return current() if backend is None else backend
+        return backend_or_current(backend)
     if backend is not None:
         raise ConfigError("give a process_set or a backend, not both")
     from grace.backends.horovod_tensorflow import TensorFlowHorovodBackend

@@ -34,10 +34,12 @@ def save_model(model: keras.Model, path: str | Path) -> None:
         ConfigError: the model's optimizer is not a distributed one.
         RankError: rank 0, where the error itself is raised, could not write it.
     """
-    optimizer = distributed(model.optimizer)
+    plain = getattr(model, "optimizer", None)
+    optimizer = distributed(plain)
     if optimizer is None:
+        said = "the model is not compiled" if plain is None else "the model's optimizer is not a distributed one"
         raise ConfigError(
-            "the model's optimizer is not a distributed one; save it with model.save(path). If the model has "
+            f"{said}; save it with model.save(path). If your loop has the optimizer, or the model has "
             "distributed optimizers as attributes, as a GAN has, save all in a tf.train.Checkpoint on every rank"
         )
     remembered, session = optimizer.grace_state, optimizer._grace

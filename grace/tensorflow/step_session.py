@@ -142,11 +142,7 @@ class StepSession(Session):
         """
         self.check_open()
         runner = self._prepare(variables, gradients)
-        if [id(value_of(v)) for v in variables] != [id(value_of(v)) for v in self.variables]:
-            raise ConfigError(
-                f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
-                "it the same ones in the same order at every step, with None where there is no gradient"
-            )
+        self._check_same(variables)
         present = tuple(gradient is not None for gradient in gradients)
         converted = [self._to_exchange(i, gradient) for i, gradient in enumerate(gradients)]
         # Both numbers of the step stamp travel to Python in one tensor; a float32 holds any number below CYCLE.
@@ -162,6 +158,21 @@ class StepSession(Session):
             self._function = tf.function(self._add_to_graph, autograph=False, reduce_retracing=True)
         means = self._function(converted, present, rate)
         return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
+
+    def _check_same(self, variables: Sequence[AnyVariable]) -> None:
+        """Raise ConfigError if variables are not those that the exchange was begun with, in the same order."""
+        before, now = ([id(value_of(v)) for v in each] for each in (self.variables, variables))
+        if before == now:
+            return
+        n = next(
+            (i for i, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), min(len(before), len(now))
+        )
+        had, has = (repr(names[n]) if n < len(names) else "none" for names in (self.names, names_of(variables)))
+        raise ConfigError(
+            f"the exchange was begun with {len(before)} variables, and this step has {len(now)}: as number {n + 1} "
+            f"{has}, where there was {had}. Give it the same ones in the same order at every step, with None where "
+            "there is no gradient; others need a GradientExchange of their own"
+        )
 
     def _add_to_graph(self, converted: list[Gradient], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.runner is not None

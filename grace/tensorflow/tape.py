@@ -1,12 +1,12 @@
 """Gradients of custom loops: a GradientTape whose gradients are those of all ranks."""
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from grace.backends.horovod import compressor_for
-from grace.backends.runtime import current
+from grace.backends.horovod import Compression, compressor_for
 from grace.core.arguments import accept_grace_argument
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator, CommunicatorArg, CompressorArg, MemoryArg
@@ -16,10 +16,15 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.tensorflow.distribute import check_not_distribute
+from grace.tensorflow.optimizer_checks import check_arguments, check_tape
 from grace.tensorflow.optimizer_state import GraceState
+from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.sharding import Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
 from grace.tensorflow.variables import AnyVariable, is_overwritten, value_of
+
+if TYPE_CHECKING:  # Horovod need not be installed
+    from horovod.common.process_sets import ProcessSet
 
 
 class GradientExchange(StepSession):
@@ -30,9 +35,12 @@ class GradientExchange(StepSession):
 
     Args:
         compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, compress_after, seed:
-            as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        bucket_bytes, group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        process_set, backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, compress_after,
+            seed, bucket_bytes, group_bytes, compression: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        others: refused. The errors for the optimizer's and Horovod's other arguments say what to write instead.
+
+    Raises:
+        ConfigError: what was given cannot work; nothing was exchanged.
 
     >>> import grace
     >>> engine = grace.init("local")
@@ -54,6 +62,7 @@ class GradientExchange(StepSession):
         resources: ResourcesArg | None = None,
         op: str | int = "average",
         gradient_predivide_factor: float = 1.0,
+        process_set: "ProcessSet | None" = None,
         backend: Backend | None = None,
         sparse_as_dense: bool = False,
         broadcast: bool = True,
@@ -62,10 +71,13 @@ class GradientExchange(StepSession):
         seed: int = 0,
         bucket_bytes: int | None = None,
         group_bytes: int | None = None,
+        compression: Compression | None = None,
+        **others: Any,
     ):
+        check_arguments(others, type(self).__name__)
         super().__init__(
-            Choices(compressor, memory, communicator, strategy, resources),
-            current() if backend is None else backend,
+            Choices(compressor_for(None, compression, compressor), memory, communicator, strategy, resources),
+            engine_of(process_set, backend),
             Settings(
                 reduction=ReduceOp(op, gradient_predivide_factor),
                 bucket_bytes=bucket_bytes,
@@ -97,6 +109,10 @@ class GradientExchange(StepSession):
         with tf.control_dependencies(tf.nest.flatten(mean.value, expand_composites=True)):  # once the step is made
             tf.py_function(check, [mean.found], [])
         return None
+
+
+ARGUMENTS = inspect.signature(GradientExchange).parameters.keys()
+"""Names of the arguments of a GradientExchange, which tapes take too."""
 
 
 def _check(communicator: Communicator) -> None:
@@ -226,10 +242,16 @@ def DistributedGradientTape(
     array([0., 4.], dtype=float32)
     >>> grace.shutdown()
     """
+    check_tape(tape)
     if isinstance(tape, _Distributed):
         raise ConfigError("this tape is distributed already")
     compressor = compressor_for(None, options.pop("compression", None), compressor)
+    check_arguments([name for name in options if name not in ARGUMENTS], "DistributedGradientTape")
     check_not_distribute()
+    if isinstance(compressor, GradientExchange):
+        raise ConfigError("a GradientExchange is given by its name: DistributedGradientTape(tape, exchange=exchange)")
+    if exchange is not None and not isinstance(exchange, GradientExchange):
+        raise ConfigError(f"exchange= takes a grace.tensorflow.GradientExchange, not {exchange!r}")
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
     tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})

@@ -4,14 +4,14 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Union
+from typing import Any, Union
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from grace.backends.object_collectives import chosen_root, compared
-from grace.backends.runtime import current
+from grace.backends.runtime import backend_or_current
 from grace.core.arguments import check_keras_backend, do_not_convert
 from grace.core.backend import Backend
 from grace.core.variable import Variable
@@ -150,15 +150,42 @@ def broadcast_variables(
     >>> grace.shutdown()
     """
     model = variables if isinstance(variables, keras.Model) else None
-    found = list(variables if model is None else model.variables)
-    if any(isinstance(variable, keras.Variable) for variable in found):
-        check_keras_backend()
-    backend = current() if backend is None else backend
-    with compared(backend, "broadcast", lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"):
+    backend = backend_or_current(backend)
+    found: list[AnyVariable] = []
+
+    def checked() -> str:
+        """Find the variables. Other ranks hear of a refusal."""
+        found.extend(_variables_in(variables))
+        return f"from rank {chosen_root(root, root_rank, backend.size)}"
+
+    with compared(backend, "broadcast", checked):
         root = chosen_root(root, root_rank, backend.size)
         broadcast_named(names_of(found), found, root, backend)
         if model is not None:
             broadcast_adapted_layers(model, root, backend)
+
+
+def _variables_in(given: Any) -> "list[AnyVariable]":
+    """Return a model's variables, or those of an iterable.
+
+    Raises:
+        ConfigError: it is no iterable of variables; or Keras does not run on TensorFlow.
+    """
+    try:
+        found = list(given.variables if isinstance(given, keras.Model) else given)
+    except TypeError:  # an optimizer, or a layer
+        found = [given]
+    others = [each for each in found if not isinstance(each, (tf.Variable, keras.Variable))]
+    if others:
+        inside = "" if others[0] is given else f" that holds an object {type(others[0]).__name__}"
+        hint = ": give its .variables" if others[0] is given and hasattr(given, "variables") else ""
+        kind = type(given).__name__
+        raise ConfigError(
+            f"broadcast_variables takes a list of variables, or a Keras model, not an object {kind}{inside}{hint}"
+        )
+    if any(isinstance(variable, keras.Variable) for variable in found):
+        check_keras_backend()
+    return found
 
 
 def broadcast_named(names: list[str], variables: Sequence[AnyVariable], root: int, backend: Backend) -> None:

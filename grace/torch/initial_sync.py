@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grace.backends.object_collectives import chosen_root, compared
-from grace.backends.runtime import current
+from grace.backends.runtime import backend_or_current
 from grace.core.backend import Backend
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
@@ -90,7 +90,7 @@ def broadcast_parameters(
     >>> broadcast_parameters(torch.nn.Linear(2, 1))
     >>> grace.shutdown()
     """
-    backend = current() if backend is None else backend
+    backend = backend_or_current(backend)
     pairs = named_tensors(parameters)
     check_initialized(pairs)
     _check_whole(backend, "broadcast", [(repr(name), tensor) for name, tensor in pairs])
@@ -174,7 +174,7 @@ def broadcast_optimizer_state(
     >>> broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
     >>> grace.shutdown()
     """
-    backend = current() if backend is None else backend
+    backend = backend_or_current(backend)
     skeleton, tensors = _extract_tensors(torch.optim.Optimizer.state_dict(optimizer))
     _check_whole(backend, "broadcast_optimizer_state", [("the optimizer's state", tensor) for tensor in tensors])
     facts = tensor_facts(tensors)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grace.backends.horovod import Compression, compressor_for
-from grace.backends.runtime import check_group, current
+from grace.backends.runtime import backend_or_current, check_group, current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
@@ -430,8 +430,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
     compressor = compressor_for(optimizer, compression, compressor)
-    if backend is None:
-        backend = _backend(process_group, process_set)
+    backend = _backend(process_group, process_set) if backend is None else backend_or_current(backend)
     reduction = ReduceOp(op, gradient_predivide_factor)
     options: dict[str, Any] = {
         "passes": backward_passes_per_step,

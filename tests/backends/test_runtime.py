@@ -47,6 +47,13 @@ def test_a_backend_of_ones_own_is_used_as_it_is():
     assert grace.backends.runtime.current() is backend
 
 
+def test_what_is_no_backend_is_refused_as_such():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    with pytest.raises(grace.ConfigError, match=r"takes a Backend, as grace.init\('mpi'\) returns one, not 'mpi'"):
+        grace.DistributedOptimizer(optimizer, backend="mpi")
+
+
 def test_a_backend_of_ones_own_waits_as_long_as_the_user_says(monkeypatch):
     class Mine(grace.core.backend.LocalBackend):
         pass

@@ -46,6 +46,12 @@ def pair():
 
 def frozen():
     return net().requires_grad_(False)
+
+def empty():
+    return torch.nn.ParameterList([torch.zeros(0)])
+
+def ended():
+    raise SystemExit(3)
 """
 TRAIN = """
 import sys, torch, grace, train
@@ -276,10 +282,19 @@ def test_what_is_wrong_is_said(folder, args, said):
         ("endless", "is not finite after"),
         ("pair", "loss takes the model, and is no int"),
         ("frozen", "train:frozen has no trainable variable"),
+        ("empty", "all trainable variables of train:empty are empty"),
+        ("ended", "'train:ended' makes no model: SystemExit: 3"),
     ],
 )
 def test_models_that_cannot_be_planned_are_refused(folder, model, said):
     assert said in planned(folder, *SLOW, model=model, code=2)
+
+
+def test_a_script_that_ends_when_it_is_imported_is_refused(folder):
+    """The usage of the script's own argparse was all that was said."""
+    (folder / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--data'])\n")
+    said = planned(folder, *SLOW, code=2)
+    assert "'train:net': cannot import train: SystemExit: 2. Put what it does as a script under if __name__" in said
 
 
 def test_names_of_the_benchmarks_models_do_too(folder):

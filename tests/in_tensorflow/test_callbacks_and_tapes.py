@@ -1,5 +1,6 @@
 """Callbacks, tapes, XLA, and many steps in one call of a graph, over 2 real ranks of two engines."""
 
+import re
 import warnings
 
 import keras
@@ -141,6 +142,38 @@ def test_callbacks_that_exchange_weights_are_refused_beside_anchors(first):
         fit(averaging(), range(2), callbacks if first else callbacks[::-1], validation_data=samples(16, 0))
 
 
+def test_what_is_no_backend_is_refused_by_callbacks():
+    model = compiled(keras.optimizers.SGD(0.1), run_eagerly=True)
+    with pytest.raises(grace.ConfigError, match=r"takes a Backend, .* not 'mpi'"):
+        fit(model, range(1), [grace.tensorflow.MetricAverageCallback("mpi")])
+
+
+WRONG_VARIABLES = {
+    "not an object SGD: give its .variables": keras.optimizers.SGD(0.1),
+    "not an object list that holds an object int": [1],
+    "not an object ResourceVariable": tf.Variable([1.0]),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_VARIABLES)
+def test_what_is_no_list_of_variables_is_not_broadcast(said):
+    """Other ranks were said to have failed."""
+    grace.init("local")
+    with pytest.raises(grace.ConfigError, match=re.escape(said)):
+        grace.tensorflow.broadcast_variables(WRONG_VARIABLES[said])
+    grace.shutdown()
+
+
+@on_mpi
+def test_variables_that_one_rank_cannot_broadcast_are_refused_on_all():
+    own = [tf.Variable([1.0])]
+    given = keras.optimizers.SGD(0.1) if grace.rank() == 1 else own
+    error, said = (grace.ConfigError, "give its") if grace.rank() == 1 else (grace.RankError, "which it refused")
+    with pytest.raises(error, match=said):
+        grace.tensorflow.broadcast_variables(given)
+    grace.tensorflow.broadcast_variables(own)
+
+
 def test_anchors_want_a_distributed_optimizer():
     model = network()
     model.compile(keras.optimizers.SGD(0.1), LOSS)
@@ -249,6 +282,75 @@ def test_a_variable_that_gradients_overwrite_is_refused_by_a_tape():
         loss = tf.reduce_sum(scale.value)
     with pytest.raises(grace.ConfigError, match=r"'scale' becomes what its gradient is.*grace\.DistributedOptimizer"):
         tape.gradient(loss, [scale])
+    grace.shutdown()
+
+
+TAPE, OPTIMIZER = tf.GradientTape, keras.optimizers.SGD
+WRONG_TAPES = {
+    "takes a tf.GradientTape, not <tf.Variable": (lambda: tf.Variable([1.0]), {}),
+    "an optimizer is for grace.DistributedOptimizer": (OPTIMIZER, {}),
+    "make a tape of it": (lambda: TAPE, {}),
+    "by its name: DistributedGradientTape(tape, exchange=": (TAPE, {"compressor": lambda: exchange_of("topk")}),
+    "exchange= takes a grace.tensorflow.GradientExchange, not 'topk'": (TAPE, {"exchange": lambda: "topk"}),
+    "outer= is for grace.DistributedOptimizer": (TAPE, {"outer": lambda: "nesterov"}),
+    "num_groups= is Horovod's": (TAPE, {"num_groups": lambda: 2}),
+    "DistributedGradientTape() got an unexpected keyword argument 'foo'": (TAPE, {"foo": lambda: 2}),
+}
+"""Texts of errors, and functions that make the tape and the options."""
+
+
+def exchange_of(*args, **options):
+    return grace.tensorflow.GradientExchange(*args, **options)
+
+
+@pytest.mark.parametrize("said", WRONG_TAPES)
+def test_a_tape_refuses_other_objects_and_options_when_it_is_made(said):
+    """A variable or an optimizer became a tape, and options were refused in the first step."""
+    grace.init("local")
+    made, options = WRONG_TAPES[said]
+    with pytest.raises((grace.ConfigError, TypeError), match=re.escape(said)):
+        grace.tensorflow.DistributedGradientTape(made(), **{name: value() for name, value in options.items()})
+    grace.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"outer": "nesterov"}, "outer= is for grace.DistributedOptimizer"),
+        ({"period": 3}, "period= is for grace.DistributedOptimizer"),
+        ({"num_groups": 2}, "num_groups= is Horovod's"),
+        ({"compression": "fp16"}, "compression= is Horovod's"),
+        ({"backend": "mpi"}, r"as grace\.init\('mpi'\) returns one, not 'mpi'"),
+    ],
+)
+def test_an_exchange_refuses_what_only_optimizers_have(options, said):
+    grace.init("local")
+    with pytest.raises(grace.ConfigError, match=said):
+        exchange_of("topk", **options)
+    grace.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ("a", "2 none, where there was 'b'"),
+        ("abc", "3 'c', where there was none"),
+        ("ba", "1 'b', where there was 'a'"),
+    ],
+)
+def test_other_variables_in_a_later_step_are_refused_by_name(later, said):
+    grace.init("local")
+    exchange, variables = exchange_of("topk"), {name: tf.Variable([1.0], name=name) for name in "abc"}
+
+    def step(names):
+        with grace.tensorflow.DistributedGradientTape(tf.GradientTape(), exchange=exchange) as tape:
+            loss = tf.add_n([tf.reduce_sum(variable) for variable in variables.values()])
+        return tape.gradient(loss, [variables[name] for name in names])
+
+    step("ab")
+    with pytest.raises(grace.ConfigError, match=f"as number {said}.*others need a GradientExchange of their own"):
+        step(later)
+    assert [mean.numpy().tolist() for mean in step("ab")] == [[1.0], [1.0]]
     grace.shutdown()
 
 

@@ -150,6 +150,8 @@ def test_what_does_not_fit_is_refused(folder):
     plain.save(f"{folder}/plain{rank}.keras")
     with pytest.raises(grace.ConfigError, match="saved with a plain optimizer"):
         grace.tensorflow.load_model(f"{folder}/plain{rank}.keras")
+    with pytest.raises(grace.ConfigError, match=r"the model is not compiled; save it with model\.save"):
+        grace.tensorflow.save_model(keras.Sequential([keras.layers.Dense(1)]), f"{folder}/model.keras")
     with pytest.raises(grace.ConfigError, match=r"not a distributed one.* in a tf\.train\.Checkpoint on every rank"):
         grace.tensorflow.save_model(plain, f"{folder}/plain.keras")
 

@@ -50,7 +50,7 @@ def test_what_cannot_be_is_refused(given, said):
 )
 def test_methods_that_may_not_be_chosen_are_refused(methods, quality, said):
     with pytest.raises(ConfigError, match=said):
-        Auto(methods=methods, quality=quality).build(VARIABLES, OneNode(4))
+        Auto(methods=methods, quality=quality)  # before a run has made a step
 
 
 def chosen(**options):

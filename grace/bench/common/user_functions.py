@@ -27,8 +27,10 @@ def load_function(name: str, what: str, known: Collection[str]) -> Callable[...,
         sys.path.append(folder)  # last, so that a user's file hides no package
     try:
         found = getattr(importlib.import_module(module_name), function, None)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and end as a script does
         why = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):  # argparse found arguments that are not the script's
+            why = f"{why}. Put what it does as a script under if __name__ == '__main__':"
         raise ConfigError(f"{what} {name!r}: cannot import {module_name}: {why}") from error
     if not callable(found):
         raise ConfigError(f"{what} {name!r}: {module_name} has no function {function!r}")

@@ -16,7 +16,7 @@ from grace.planner.exchange_costs import Costs
 from grace.planner.explain import Plan, plan_of
 from grace.planner.greedy import find_candidates
 from grace.planner.network import Links
-from grace.planner.problem import Problem
+from grace.planner.problem import Problem, methods_of
 from grace.planner.step_simulation import Timeline
 from grace.planner.uniform_plans import Baseline
 from grace.strategy.builder import Builder, Cluster, bandwidths
@@ -77,6 +77,8 @@ class Auto(Builder):
             self.methods = [self.methods]
         if self.methods is not None and not isinstance(self.methods, (list, tuple)):
             raise self.error(f"methods must be a list of specs, not {self.methods!r}")
+        if self.methods is not None:  # or a run would learn of a mistake when it plans, after some steps
+            methods_of(self.methods, self.quality, ranks=2)
         if self.backward is not None:
             self.check_number("backward", 0.0)
         self.check_integer("seed", 0)

@@ -60,6 +60,14 @@ def pytest_collection_finish(session):
     warm.collect_seldom()
 
 
+def pytest_itemcollected(item):
+    """Mark tests that start ranks by a fixture, which a test's own values of that name do not."""
+    own = [mark.args[0] for mark in item.iter_markers("parametrize") if "indirect" not in mark.kwargs]
+    started = {"ranks", "two_ranks", "three_ranks", "horovod", "mpi"} & set(item.fixturenames)
+    if any(not any(name in names for names in own) for name in started):
+        item.add_marker(pytest.mark.ranks)
+
+
 @functools.cache
 def _room(file: str) -> str:
     """Files that share pools of engines' ranks are run by one worker, one framework after the other."""

@@ -91,7 +91,6 @@ def all_trained(folder):
         removed(folder)
 
 
-@pytest.mark.ranks
 def test_parts_are_used_by_name_on_two_ranks_and_resumed(two_ranks, package):
     first, second = two_ranks.run(all_trained, package)
     for name, (whole, resumed) in first.items():

@@ -121,7 +121,6 @@ def test_a_pages_code_runs(page, alone, tmp_path, monkeypatch):
     run_page(page, tmp_path)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("page", TORCH + FRAMEWORKS, **NAMED)
 def test_a_pages_code_runs_on_two_ranks(page, two_ranks, tmp_path):
     if page in FRAMEWORKS and not THERE:

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 import grace
+from tests.support.pools import on_ranks
 from tests.test_pages import ROOT, blocks
 
 README = ROOT / "README.md"
 
 
-def test_the_readmes_script_trains_on_two_ranks(two_ranks):
+@on_ranks()
+def test_the_readmes_script_trains_on_two_ranks():
     """The lines behind its diff are a whole training loop, with the model and the data that it leaves out."""
     (diff,) = blocks(README, "diff")
-    assert two_ranks.run(trained, "\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-")) == [True, True]
-
-
-def trained(code):
+    code = "\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-")
     x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(x, x[:, :16])
     names = {"Net": lambda: torch.nn.Linear(64, 16), "loss": torch.nn.functional.mse_loss, "data": data}
@@ -29,15 +28,17 @@ def trained(code):
     with torch.no_grad():
         error = float(torch.nn.functional.mse_loss(names["model"](x), x[:, :16]))
     assert error < 0.5, error  # 1 at the beginning
-    return names["opt"].traffic.bits_per_element < 32
+    assert names["opt"].traffic.bits_per_element < 32
 
 
-def saved_and_resumed(folder, code):
+@on_ranks()
+def test_the_pages_checkpoints_of_rank_0_resume(tmp_path):
     """The page's two halves, on real ranks: a run that goes on, and one that is resumed."""
     from tests.support.training import digest, distributed, net, train, weights
 
+    code = [block for block in blocks(ROOT / "docs" / "checkpoints.md", "python") if "checkpoint.pt" in block]
     ends, before = [], os.getcwd()
-    os.chdir(folder)
+    os.chdir(tmp_path)
     try:
         for resumed in (False, True):
             model = net(seed=int(resumed))
@@ -55,13 +56,7 @@ def saved_and_resumed(folder, code):
             exec(code[1], names)
     finally:
         os.chdir(before)
-    return ends[0] == ends[1]
-
-
-@pytest.mark.ranks
-def test_the_pages_checkpoints_of_rank_0_resume(two_ranks, tmp_path):
-    code = [block for block in blocks(ROOT / "docs" / "checkpoints.md", "python") if "checkpoint.pt" in block]
-    assert two_ranks.run(saved_and_resumed, str(tmp_path), code) == [True, True]
+    assert ends[0] == ends[1]
 
 
 def test_the_pages_keras_checkpoint_resumes(local, tmp_path, monkeypatch):

@@ -32,8 +32,7 @@ def test_the_page_of_strategy_files_has_a_row_for_each_field():
                 assert f"\n| `{field}` |" in page
 
 
-def test_the_contributors_compressor_works_as_it_stands():
-    grace.init("local")
+def test_the_contributors_compressor_works_as_it_stands(local):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding.md").read_text(), re.S)
     names: dict = {"__name__": "contributed"}
     exec(code, names)
@@ -42,4 +41,3 @@ def test_the_contributors_compressor_works_as_it_stands():
     assert torch.allclose(value, torch.tensor([0.5, -2.0]), atol=1 / 127)
     with pytest.raises(grace.ConfigError, match="clip8: clip must be a number in"):
         names["Clip8"](clip=0)
-    grace.shutdown()

@@ -12,7 +12,8 @@ import grace
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
-from tests.support.pools import launched
+from tests.support.pools import on_ranks
+from tests.support.training import refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -68,23 +69,18 @@ def test_ranks_in_different_places_are_warned_of_and_named_after_the_timeout(eng
         assert re.search(rf"ExchangeError: rank 1 of 2: {name} failed; rank 0 .*{EXCHANGE}", said[1]), printed
 
 
-def mixed():
-    """Return the refusals of ranks of which each calls another function; afterwards they are in step again."""
+@pytest.mark.parametrize("engine", LAUNCHERS)
+@on_ranks()
+def test_ranks_that_call_different_things_are_refused_at_once(engine):
+    """Each calls another function; afterwards they are in step again."""
     model = torch.nn.Linear(3, 2 + grace.rank())
     ways = [lambda: grace.broadcast_parameters(model), lambda: grace.from_root(lambda: "a word")]
     said = []
     for mine in (grace.rank(), 0):  # the second time both broadcast, but not as much
-        with pytest.raises(grace.RankError) as refused:
-            ways[mine]()
-        said.append(str(refused.value))
-    return said, grace.from_root(lambda: "in step")
-
-
-@pytest.mark.parametrize("engine", LAUNCHERS)
-def test_ranks_that_call_different_things_are_refused_at_once(engine):
-    for (different, unequal), word in launched(engine, 2).run(mixed):
-        assert different.startswith("the ranks do different things: ")
-        assert "rank 0 is in broadcast_parameters()" in different
-        assert "rank 1 is in from_root()" in different
-        assert unequal.startswith("the ranks do different things: rank ")
-        assert word == "in step"
+        said.append(refusal(ways[mine], kind=grace.RankError))
+    different, unequal = said
+    assert different.startswith("the ranks do different things: ")
+    assert "rank 0 is in broadcast_parameters()" in different
+    assert "rank 1 is in from_root()" in different
+    assert unequal.startswith("the ranks do different things: rank ")
+    assert grace.from_root(lambda: "in step") == "in step"

@@ -13,7 +13,7 @@ from tests.support.drawing import THOROUGH, drawn
 from tests.support.engine_pools import ENGINES, STARTED
 from tests.support.methods import EXCHANGES
 from tests.support.pairwise import pairwise
-from tests.support.pools import launched
+from tests.support.pools import launched, on_ranks
 from tests.support.training import METHODS, Given, made_up
 
 pytestmark = pytest.mark.ranks
@@ -140,19 +140,16 @@ def test_horovods_collectives_of_unequal_lengths_are_refused():
     assert works == works_too == 2
 
 
-def local_ranks():
+@pytest.mark.parametrize(("engine", "size"), [("gloo", 3), ("horovodrun-gloo", 2), ("mpirun-mpi", 3)])
+@on_ranks()
+def test_ranks_know_their_number_on_their_node(engine, size):
     """This rank's number on its node; then that of a backend which nobody told it, where ranks say other nodes."""
     told, backend = grace.local_rank(), grace.init("auto")
     os.environ["GRACE_NODE"] = "even" if grace.rank() % 2 == 0 else "odd"
     before = backend.local_rank, backend.local_size
     backend.local_rank = None
     try:
-        return told, grace.local_rank(), grace.local_rank()
+        assert (told, grace.local_rank(), grace.local_rank()) == (grace.rank(), grace.rank() // 2, grace.rank() // 2)
     finally:
         backend.local_rank, backend.local_size = before  # later tests have the same ranks
         del os.environ["GRACE_NODE"]
-
-
-@pytest.mark.parametrize(("engine", "size"), [("gloo", 3), ("horovodrun-gloo", 2), ("mpirun-mpi", 3)])
-def test_ranks_know_their_number_on_their_node(engine, size):
-    assert launched(engine, size).run(local_ranks) == [(rank, rank // 2, rank // 2) for rank in range(size)]

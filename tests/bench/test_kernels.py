@@ -199,7 +199,6 @@ REAL = ["none", "fp16", "bf16", "qsgd(levels=7)", "topk", "randomk", "signsgd", 
 REAL += ["adaptive", "terngrad", "topk | efsignsgd"]
 
 
-@pytest.mark.ranks
 def test_simulated_ranks_aggregate_as_real_ones_do(two_ranks):
     answers = two_ranks.run(one_step_of_each)  # of two, the order of sums does not matter
     for method in REAL:

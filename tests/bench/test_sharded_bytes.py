@@ -1,12 +1,8 @@
 """``python -m benchmarks.sharded_bytes``."""
 
-import pytest
-
 from benchmarks import sharded_bytes
 from grace.bench.workloads.torch_tasks import CharacterGPT
 from tests.support.pools import on_ranks
-
-pytestmark = pytest.mark.ranks
 
 
 @on_ranks(2)

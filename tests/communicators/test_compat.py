@@ -125,7 +125,6 @@ def as_graces_scripts_write_it():
     return weights, wrong
 
 
-@pytest.mark.ranks
 def test_communicators_are_taken_wherever_graces_scripts_put_them(two_ranks):
     (first, told), (second, wrong) = two_ranks.run(as_graces_scripts_write_it)
     for way, weights in first.items():
@@ -157,12 +156,10 @@ def test_the_number_of_ranks_is_known_before_there_are_any():
     assert Allgather("topk", "residual").world_size == 1
 
 
-def test_the_number_of_ranks_is_checked_for_steps_by_hand_too():
-    grace.init("local")
+def test_the_number_of_ranks_is_checked_for_steps_by_hand_too(local):
     assert grace.from_params({"compressor": "none", "world_size": 1}).step(torch.ones(2), "w").tolist() == [1, 1]
     with pytest.raises(grace.ConfigError, match="world_size=2, and the run has 1 rank"):
         ScatterReduce("qsgd", None, 2).step(torch.ones(2), "w")
-    grace.shutdown()
 
 
 def test_all_communicators_are_in_both_frameworks():

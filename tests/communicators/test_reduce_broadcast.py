@@ -15,8 +15,6 @@ from tests.support.pools import on_ranks
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
 from tests.support.training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
-pytestmark = pytest.mark.ranks
-
 SUMMED = [spec for spec in SPECS if make("compressor", spec).traits.summable]
 
 

@@ -6,9 +6,8 @@ import torch
 
 import grace
 import grace.torch
+from tests.support.pools import on_ranks
 from tests.support.training import joined
-
-pytestmark = pytest.mark.ranks
 
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -45,16 +44,13 @@ class Half(grace.Memory):
         self.state[name] = tensor - compressor.decompress(payload, ctx)
 
 
-def by_own_memory() -> bool:
+@on_ranks(2, 3)
+def test_means_are_compressed_with_a_users_memory_of_their_own():
     ours, theirs = (
         joined(grace.torch.ScatterReduce("block(bits=4)", memory)) for memory in (Half(0.5), "residual(beta=0.5)")
     )
     x = [gradient(grace.rank(), step, (7, 13)) for step in range(3)]
-    return all(torch.equal(ours.step(each, "w"), theirs.step(each, "w")) for each in x)
-
-
-def test_means_are_compressed_with_a_users_memory_of_their_own(ranks):
-    assert all(ranks.run(by_own_memory))
+    assert all(torch.equal(ours.step(each, "w"), theirs.step(each, "w")) for each in x)
 
 
 @pytest.mark.parametrize("kind", ["ScatterReduce", "ReduceBroadcast"])

@@ -21,7 +21,7 @@ from grace.exchange.route_bytes import predict_bytes
 from grace.exchange.tracing import recorder
 from tests.support.drawing import THOROUGH
 from tests.support.own_parts import registered
-from tests.support.pools import launched, ranks_of
+from tests.support.pools import launched, on_ranks
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
 from tests.support.training import Given, ddp, distributed, loss_of, means, net, sgd
 
@@ -108,20 +108,15 @@ def stepped(communicator, steps=3):
     return found, runner.traffic.sent_bytes, steps * said
 
 
-def beside_allreduce(spec):
-    """The largest difference to an all-reduce, and the bytes of the tree."""
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("spec", ["none", "randomk(ratio=0.5)", "powersgd(rank=2)"])
+@on_ranks()
+def test_its_means_are_an_allreduces_and_its_bytes_those_that_its_route_says(spec, size):
     mine, sent, said = stepped(Tree(spec))
     usual, *_ = stepped(grace.torch.Allreduce(spec))
     pairs = [(one[name], other[name]) for one, other in zip(mine, usual, strict=True) for name in SHAPES]
-    return max(float((a - b).abs().max()) for a, b in pairs), sent, said
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("spec", ["none", "randomk(ratio=0.5)", "powersgd(rank=2)"])
-def test_its_means_are_an_allreduces_and_its_bytes_those_that_its_route_says(spec, size):
-    for difference, sent, said in ranks_of(size).run(beside_allreduce, spec):
-        assert difference < 1e-5
-        assert sent == said
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5
+    assert sent == said
 
 
 def through_ddp(communicator):
@@ -135,13 +130,10 @@ def through_ddp(communicator):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def both_hooks():
+@on_ranks()
+def test_ddps_hook_carries_it():
     pairs = zip(through_ddp(Tree("none")), through_ddp(grace.torch.Allreduce("none")), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-def test_ddps_hook_carries_it(two_ranks):
-    assert max(two_ranks.run(both_hooks)) < 1e-5
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5
 
 
 def by_strategy(strategy):

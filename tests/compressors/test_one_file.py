@@ -10,6 +10,7 @@ import torch
 import grace
 import grace.torch
 from tests.support import ROOT
+from tests.support.pools import on_ranks
 from tests.support.training import Given, distributed, made_up
 
 PRODUCTS = [
@@ -29,8 +30,9 @@ def test_products_of_cases_find_it_without_a_list_that_is_edited():
         assert any("row_topk" in line for line in found.splitlines() if line.startswith(file)), file
 
 
-def stepped(communicator):
-    """The largest difference between a step's mean and its formula, and the specs of the buckets' communicators."""
+@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
+@on_ranks()
+def test_ranks_exchange_by_it(communicator):
     from tests.support.own_parts import registered
     from tests.support.row_topk import RowTopK
 
@@ -46,10 +48,4 @@ def stepped(communicator):
             x = torch.as_tensor(gradients["matrix"])
             rows, columns = torch.arange(30), x.abs().argmax(1)
             mean[rows, columns] += x[rows, columns] / grace.size()
-        return float((dict(model.named_parameters())["matrix"].grad - mean).abs().max())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
-def test_ranks_exchange_by_it(two_ranks, communicator):
-    assert max(two_ranks.run(stepped, communicator)) < 1e-6
+        assert (dict(model.named_parameters())["matrix"].grad - mean).abs().max() < 1e-6

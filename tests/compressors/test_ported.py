@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import warnings
 from collections import defaultdict
 
@@ -15,10 +14,8 @@ from grace.communicators import Allgather, Allreduce, ReduceBroadcast
 from grace.core.transactional_dict import TransactionalDict
 from grace.torch import Compressor, Memory, Traits
 from tests.support.data import data
-from tests.support.pools import launched
+from tests.support.pools import launched, on_ranks
 from tests.support.training import Given, digest, distributed
-
-ranks = pytest.mark.ranks
 
 
 class TopK(Compressor):
@@ -125,8 +122,8 @@ def steps(optimizer, model, numbers, spoilt=()):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def same_as_ours():
-    found = []
+@on_ranks()
+def test_graces_compressors_and_memories_run_as_they_are():
     for theirs, ours in (
         ((TopK(0.1), Residual()), ("topk(ratio=0.1)", "residual")),
         ((Signum(0.0), "none"), ("signsgd", "none")),
@@ -137,16 +134,11 @@ def same_as_ours():
             model = Given(SHAPES)
             optimizer = distributed(model, communicator=Allgather(*parts), optimizer=lambda p: torch.optim.SGD(p, 0.0))
             means.append(steps(optimizer, model, range(3)))
-        found.append(all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*means, strict=True)))
-    return found
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*means, strict=True))
 
 
-@ranks
-def test_graces_compressors_and_memories_run_as_they_are(two_ranks):
-    assert two_ranks.run(same_as_ours) == [[True] * 3] * 2
-
-
-def answered():
+@on_ranks()
+def test_dicts_of_answers_are_kept_too():
     """Through a destination, a step late, and with gradients that only come now and then: means, and what is kept."""
     found = []
     for parts in ((TopK(0.1), Residual()), ("topk(ratio=0.1)", "residual")):
@@ -168,15 +160,20 @@ def answered():
         )
         optimizer.close()
     (weights, kept), (wanted, kept_by_ours) = found
-    return [torch.allclose(a, b, atol=1e-6) for a, b in zip(weights + kept, wanted + kept_by_ours, strict=True)]
+    same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(weights + kept, wanted + kept_by_ours, strict=True)]
+    assert same == [True] * 6
 
 
-@ranks
-def test_dicts_of_answers_are_kept_too(two_ranks):
-    assert two_ranks.run(answered) == [[True] * 6] * 2
-
-
-def resumed_and_overflowed(memory):
+@pytest.mark.parametrize(
+    ("memory", "kinds"),
+    [
+        ("residual", ["memory", "memory.residuals"]),
+        ("two", ["memory", "memory.gradients", "memory.residuals"]),
+        ("momenta", ["compressor", "compressor.momentums"]),
+    ],
+)
+@on_ranks()
+def test_their_dicts_are_saved_rolled_back_and_restored(memory, kinds):
     """Weights and memories of training, without a step that overflowed, and stopped and gone on."""
     made = {"residual": lambda: (TopK(0.1), Residual()), "two": lambda: (TopK(0.1), Accumulating(0.5))}
     made["momenta"] = lambda: (Signum(0.9), "none")
@@ -196,7 +193,7 @@ def resumed_and_overflowed(memory):
     with torch.no_grad():  # as a scaler leaves the step out
         for p, value in zip(model.parameters(), weights, strict=True):
             p.copy_(value)
-    rolled = digest(optimizer.state_dict()["grace"]["state"]) == before
+    assert digest(optimizer.state_dict()["grace"]["state"]) == before
     saved = pickle.loads(pickle.dumps(optimizer.full_state_dict()))
     steps(optimizer, model, (2, 3))
     other, again = begun()
@@ -205,23 +202,8 @@ def resumed_and_overflowed(memory):
         for p, value in zip(other.parameters(), weights, strict=True):
             p.copy_(value)
     steps(again, other, (2, 3))
-    return rolled, ends(model, optimizer) == ends(other, again), sorted(saved["grace"]["state"])
-
-
-@ranks
-@pytest.mark.parametrize(
-    ("memory", "kinds"),
-    [
-        ("residual", ["memory", "memory.residuals"]),
-        ("two", ["memory", "memory.gradients", "memory.residuals"]),
-        ("momenta", ["compressor", "compressor.momentums"]),
-    ],
-)
-def test_their_dicts_are_saved_rolled_back_and_restored(two_ranks, memory, kinds):
-    for rolled, same, kept in two_ranks.run(resumed_and_overflowed, memory):
-        assert rolled
-        assert same
-        assert set(kinds) <= set(kept)
+    assert ends(model, optimizer) == ends(other, again)
+    assert set(kinds) <= set(saved["grace"]["state"])
 
 
 def one(compressor, memory="none"):
@@ -297,14 +279,6 @@ class Wrong(Compressor):
         return payload[0].sum().reshape(1)
 
 
-def refused(how):
-    model, optimizer = one(Wrong(how))
-    with pytest.raises(grace.ConfigError) as caught:
-        stepped(model, optimizer, data("gaussian", (20, 30)))
-    return str(caught.value)
-
-
-@ranks
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -315,9 +289,11 @@ def refused(how):
         ("shape", r"decompress\(\) gave a tensor of shape \(1,\), where \(20, 30\) is wanted for 'w'"),
     ],
 )
-def test_what_is_no_payload_is_refused_by_name_before_it_is_sent(two_ranks, how, why):
-    for said in two_ranks.run(refused, how):
-        assert re.search(why, said), said
+@on_ranks()
+def test_what_is_no_payload_is_refused_by_name_before_it_is_sent(how, why):
+    model, optimizer = one(Wrong(how))
+    with pytest.raises(grace.ConfigError, match=why):
+        stepped(model, optimizer, data("gaussian", (20, 30)))
 
 
 class Positive(Compressor):
@@ -353,7 +329,6 @@ def unequal(kind, goes_on=True):
     return str(caught.value)
 
 
-@ranks
 @pytest.mark.parametrize("kind", ["allgather", "rb", "sum"])
 def test_unequal_sizes_that_nobody_announced_are_found_at_the_first_step(two_ranks, kind):
     for said in two_ranks.run(unequal, kind):
@@ -362,7 +337,7 @@ def test_unequal_sizes_that_nobody_announced_are_found_at_the_first_step(two_ran
         assert "fixed_size='by data'" in said
 
 
-@ranks
+@pytest.mark.ranks
 def test_they_are_found_over_horovod_too():
     for said in launched("horovodrun-gloo", 2).run(unequal, "allgather", False):
         assert "fixed_size='by data'" in said

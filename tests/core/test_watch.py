@@ -22,7 +22,7 @@ from grace.core.waits import waits as current_waits
 from grace.core.watch_server import LOST, Line, WatchServer
 from tests.support import warm
 from tests.support.limits import HANGS
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks, ranks_of
 
 
 @pytest.mark.parametrize("timeout", [0, -3, float("nan"), float("inf"), "soon", True, 1e300])
@@ -36,8 +36,9 @@ def test_a_timeout_that_is_no_positive_number_is_refused(timeout, monkeypatch):
             grace.init("local")
 
 
-def waits():
-    """Return each rank's timeout by default, from the environment, and from an argument; the smallest wins."""
+@on_ranks()
+def test_the_timeout_is_the_arguments_or_the_environments_and_channels_have_it():
+    """The default, the environment and an argument; of ranks the smallest wins."""
     from grace.backends.torch_distributed import TorchBackend
 
     found = []
@@ -52,19 +53,13 @@ def waits():
         )
         assert isinstance(backend, TorchBackend)
     del os.environ["GRACE_TIMEOUT"]
-    return found
+    assert found == [(600, 600, 600), (90, 90, 90), (40, 40, 40)]
 
 
 def beside_device():
     import torch
 
     return torch.device("cpu")
-
-
-@pytest.mark.ranks
-def test_the_timeout_is_the_arguments_or_the_environments_and_channels_have_it():
-    for found in ranks_of(2).run(waits):
-        assert found == [(600, 600, 600), (90, 90, 90), (40, 40, 40)]
 
 
 def stopped():
@@ -174,19 +169,14 @@ print(waiting.current_position())
     assert done.stdout == "([], 'the end of the thread that trained')\n", done.stderr
 
 
-def begun_anew():
-    """The threads that are left after some shutdowns and new starts."""
+@on_ranks()
+def test_a_run_that_begins_anew_leaves_no_threads():
     for _ in range(5):
         grace.shutdown()
         grace.init("torch").allgather_object("a question")
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("grace")]
-
-
-@pytest.mark.ranks
-def test_a_run_that_begins_anew_leaves_no_threads():
-    for threads in ranks_of(2).run(begun_anew):
-        assert threads.count("grace watch") <= 2
-        assert threads.count("grace watch server") <= 1
+    threads = [thread.name for thread in threading.enumerate()]
+    assert threads.count("grace watch") <= 2
+    assert threads.count("grace watch server") <= 1
 
 
 def test_a_rank_on_a_busy_machine_has_seconds_to_answer(monkeypatch):

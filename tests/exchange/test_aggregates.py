@@ -18,8 +18,6 @@ from grace.kernels.random import Stream, stream_key
 from tests.support.pairwise import pairwise
 from tests.support.training import Given, distributed, made_up, plain_sgd
 
-pytestmark = pytest.mark.ranks
-
 REFERENCE = NumpyKernels()
 SEED, STEPS = 7, 4
 LEARNING_RATES = (0.1, 0.1, 0.02, 0.5)

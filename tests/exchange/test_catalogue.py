@@ -3,7 +3,6 @@ remembered by none, and a run resumes."""
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ import grace
 from grace.core.registry import known, legal_communicators, make
 from tests.support.methods import SPECS
 from tests.support.pairwise import pairwise
+from tests.support.pools import on_ranks
 from tests.support.training import Given, digest, distributed, made_up, plain_sgd, state_of, used, weights
-
-pytestmark = pytest.mark.ranks
 
 METHODS = [*SPECS, "block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)", "block(bits=2, scale=rms)"]
 COMMUNICATORS = (*known("communicator"), "reduce_broadcast(destination=1)")
@@ -53,7 +51,11 @@ def given(step):
     return gradients
 
 
-def trained(compressor, communicator, dtype, bad, where, group_bytes):
+@pytest.mark.parametrize(("size", "compressor", "communicator", "dtype", "bad", "where", "group_bytes"), CASES, ids=str)
+@on_ranks()
+def test_ranks_hold_the_same_bits_and_a_bad_number_is_seen_by_all_and_remembered_by_none(
+    size, compressor, communicator, dtype, bad, where, group_bytes
+):
     """Two good steps, one in which a single number of rank 1's gradient is bad, and a good one."""
     model = Given(SHAPES, DTYPES[dtype])
     optimizer = optimizer_of(model, compressor, communicator=communicator, group_bytes=group_bytes)
@@ -77,22 +79,13 @@ def trained(compressor, communicator, dtype, bad, where, group_bytes):
         "dtype": all(p.grad.dtype == DTYPES[dtype] for p in model.parameters()),
         "learned": good != digest(weights(Given(SHAPES, DTYPES[dtype]))),
     }
-    return good, digest(weights(model)), facts
+    assert all(facts.values()), facts
+    return good, digest(weights(model))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "compressor", "communicator", "dtype", "bad", "where", "group_bytes"), CASES, indirect=["ranks"], ids=str
-)
-def test_ranks_hold_the_same_bits_and_a_bad_number_is_seen_by_all_and_remembered_by_none(
-    ranks, compressor, communicator, dtype, bad, where, group_bytes
-):
-    answers = ranks.run(trained, compressor, communicator, dtype, bad, where, group_bytes)
-    assert len({(good, end) for good, end, _ in answers}) == 1
-    for _, _, facts in answers:
-        assert all(facts.values()), facts
-
-
-def resumed(compressor):
+@pytest.mark.parametrize("compressor", METHODS)
+@on_ranks()
+def test_a_resumed_run_continues_bit_for_bit(compressor):
     """Three steps at once, and two, a new model and optimizer with what was saved, and one."""
     whole, part, again = Given(SHAPES), Given(SHAPES), Given(SHAPES)
     steps(whole, optimizer_of(whole, compressor), range(3))
@@ -102,20 +95,7 @@ def resumed(compressor):
     other = optimizer_of(again, compressor)
     other.load_state_dict(optimizer.state_dict())
     steps(again, other, range(2, 3))
-    return digest(whole.state_dict()) == digest(again.state_dict())
-
-
-@pytest.mark.parametrize("compressor", METHODS)
-def test_a_resumed_run_continues_bit_for_bit(two_ranks, compressor):
-    assert two_ranks.run(resumed, compressor) == [True, True]
-
-
-def refused(choices):
-    try:
-        distributed(Given(SHAPES), **choices)
-    except grace.ConfigError as error:
-        return str(error)
-    return "accepted"
+    assert digest(whole.state_dict()) == digest(again.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -130,6 +110,7 @@ def refused(choices):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_on_every_rank(two_ranks, choices, message):
-    for answer in two_ranks.run(refused, choices):
-        assert re.search(message, answer), answer
+@on_ranks()
+def test_what_does_not_go_together_is_refused_on_every_rank(choices, message):
+    with pytest.raises(grace.ConfigError, match=message):
+        distributed(Given(SHAPES), **choices)

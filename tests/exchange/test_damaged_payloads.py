@@ -6,7 +6,6 @@ import os
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 
 import grace
@@ -17,7 +16,6 @@ from grace.kernels import kernels_of
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
 
-pytestmark = pytest.mark.ranks
 N, CULPRIT = 70_000, 1  # so many that positions take 32 bits
 DATA = torch.linspace(-1, 1, N).roll(7)
 FAR, NEGATIVE = [0xFF, 0xFF, 0xFF, 0x7F], [0xFE, 0xFF, 0xFF, 0xFF]  # 2^31 - 1 and -2, little-endian

@@ -22,7 +22,6 @@ from tests.support.own_parts import Shrinking, Whole
 from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, ddp, digest, distributed, plain_sgd, refusal
 
-pytestmark = pytest.mark.ranks
 LR = 0.1
 TARGETS = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -9,8 +9,6 @@ from grace.core.registry import make
 from tests.support.pools import on_ranks
 from tests.support.training import METHODS, digest, distributed, gradients, loss_of, net, same, sgd, train, weights
 
-pytestmark = pytest.mark.ranks
-
 
 def plain_allreduce(layout, steps):
     """Data-parallel SGD written with dist.all_reduce alone.

@@ -15,7 +15,6 @@ from grace.exchange.fused_codec import FusedCodec
 from tests.support.trained import Trained, remembered
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
-pytestmark = pytest.mark.ranks
 CODED = [
     ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"), ("qsgd(norm=l2, levels=64)", None),
     ("efsignsgd", None), ("efsignsgd", "residual(beta=0.5)"), ("signsgd", None), ("signsgd", "residual"),

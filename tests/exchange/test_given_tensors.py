@@ -7,9 +7,8 @@ import torch
 
 import grace
 from grace.core.registry import known
-from tests.support.training import Given, distributed, state_of
-
-pytestmark = pytest.mark.ranks
+from tests.support.pools import on_ranks
+from tests.support.training import Given, distributed, refusal, state_of
 
 ONES = torch.ones(4, 4)
 REFUSED = {
@@ -28,31 +27,22 @@ REFUSED = {
 METHODS = (("none", "allgather"), ("topk", "allgather"), ("powersgd", "allreduce"), ("signum", "reduce_broadcast"))
 
 
-def refused() -> list[str]:
-    """Return what was wrong with refusals; one rank alone gives a bad tensor, and none waits for it."""
-    wrong, backend = [], grace.init()
+@on_ranks()
+def test_what_is_no_dense_tensor_of_floats_is_refused_before_it_travels():
+    """One rank alone gives a bad tensor, and none waits for it."""
     for method, communicator in (*METHODS, ("fp16", "scatter_reduce")):
         made = known("communicator")[communicator](method)
         made.step(ONES, "layer.w")
-        for said, bad in REFUSED.items() if backend.rank else ():
-            try:
-                made.step(bad(), "layer.w")
-                wrong.append(f"{method}, {said}: taken")
-            except grace.ConfigError as error:
-                if said not in str(error) or "'layer.w'" not in str(error):
-                    wrong.append(f"{method}, {said}: {error}")
-        if not torch.isfinite(made.step(ONES, "layer.w")).all():
-            wrong.append(f"{method}: the next step is bad")
-    return wrong
+        for said, bad in REFUSED.items() if grace.rank() else ():
+            error = refusal(made.step, bad(), "layer.w")
+            assert said in error, method
+            assert "'layer.w'" in error, method
+        assert torch.isfinite(made.step(ONES, "layer.w")).all(), method
 
 
-def test_what_is_no_dense_tensor_of_floats_is_refused_before_it_travels(two_ranks):
-    assert two_ranks.run(refused) == [[], []]
-
-
-def graphs() -> list[str]:
-    """Methods whose state or answer holds on to a graph."""
-    held = []
+@pytest.mark.filterwarnings("ignore:Using backward")
+@on_ranks()
+def test_no_state_holds_on_to_the_graph_of_a_gradient():
     for method, communicator in METHODS:
         made = known("communicator")[communicator](method)
         answer = made.step(torch.nn.Parameter(ONES) * 2, "w")
@@ -64,13 +54,7 @@ def graphs() -> list[str]:
         optimizer.step()
         values = [value for part in made.stateful_parts.values() for value in part.state.values()]
         values += [value for kind in state_of(optimizer).values() for value in kind.values()]
-        held += [method for value in [answer, *values] if value.requires_grad]
-    return held
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_no_state_holds_on_to_the_graph_of_a_gradient(two_ranks):
-    assert two_ranks.run(graphs) == [[], []]
+        assert not any(value.requires_grad for value in [answer, *values]), method
 
 
 class Magnitude(torch.nn.Module):
@@ -86,9 +70,9 @@ class Magnitude(torch.nn.Module):
         return (number.conj() if self.conjugates else number).abs()
 
 
-def negated():
-    """Means of what is negated in memory on rank 0 alone."""
-    found = []
+@on_ranks()
+def test_numbers_that_torch_negates_where_they_are_read_are_taken_as_what_they_are():
+    """They are negated in memory on rank 0 alone."""
     for method in ("none", "efsignsgd"):
         model = Magnitude(grace.rank() == 0)
         optimizer = distributed(model, method, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
@@ -96,15 +80,9 @@ def negated():
         model().backward()
         optimizer.step()
         by_hand = known("communicator")["allgather"](method, "none").step(torch.tensor([2 - 3j]).conj().imag, "w")
-        found.append((given.is_neg(), model.re.grad.item(), model.im.grad.item(), by_hand.item()))
-    return found
-
-
-def test_numbers_that_torch_negates_where_they_are_read_are_taken_as_what_they_are(two_ranks):
-    for rank, found in enumerate(two_ranks.run(negated)):
-        for was_negated, re, im, by_hand in found:
-            assert was_negated == (rank == 0)
-            assert (re, im, by_hand) == (pytest.approx(0.6), pytest.approx(0.8), 3.0)
+        assert given.is_neg() == (grace.rank() == 0)
+        assert (model.re.grad.item(), model.im.grad.item()) == (pytest.approx(0.6), pytest.approx(0.8))
+        assert by_hand.item() == 3.0
 
 
 def test_numbers_of_another_byte_order_are_taken_as_what_they_are():

@@ -14,9 +14,8 @@ from grace.errors import GraceError
 from grace.exchange.round_trip import RoundTrip
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
-from tests.support.pools import ranks_of
+from tests.support.pools import on_ranks
 
-pytestmark = pytest.mark.ranks
 SHAPES = {"matrix": (40, 30), "small": (3,), "long": (9000,)}
 
 
@@ -53,7 +52,10 @@ METHODS = {
 }
 
 
-def started(method):
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks()
+def test_every_rank_starts_the_same_collectives_and_advances_equally_often(method, size):
     """Each step's collectives, as engines are told them, how often ``advance`` was called, and what was raised."""
     spec, memory, options = METHODS[method]
     backend, log, calls = runtime.current(), [], []
@@ -99,14 +101,6 @@ def started(method):
             calls.clear()
     finally:
         RoundTrip._start_collective, RoundTrip.advance = find, advance
+    assert all(log for log, *_ in steps)
+    assert any(raised for *_, raised in steps) == (method == "changing")
     return steps
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("method", METHODS)
-def test_every_rank_starts_the_same_collectives_and_advances_equally_often(method, size):
-    first, *others = ranks_of(size).run(started, method)
-    for other in others:
-        assert other == first
-    assert all(log for log, *_ in first)
-    assert any(raised for *_, raised in first) == (method == "changing")

@@ -25,8 +25,6 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"matrix": (20, 30), "vector": (200,), "tiny": (1,)}
 HALVES = "topk(ratio=0.1) | fp16"
 

@@ -15,8 +15,6 @@ from tests.support.far import as_far
 from tests.support.pools import on_ranks
 from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"matrix": (20, 30), "vector": (200,), "tiny": (1,)}
 METHODS = ["none", "bf16", "qsgd", "topk(ratio=0.1)", "topk(ratio=0.1) | fp16", "signsgd", "powersgd(rank=2)"]
 UNTRIED = ("scatter_merge", "broadcast")

@@ -13,8 +13,6 @@ from grace.errors import PayloadError
 from tests.support.pools import on_ranks
 from tests.support.training import Given, digest, made_up, refusal, sgd, state_of, used
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"first": (30,), "second": (40,)}
 
 

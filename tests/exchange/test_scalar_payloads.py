@@ -1,6 +1,5 @@
 """A payload tensor of no dimensions arrives as one, whatever carries it."""
 
-import pytest
 import torch
 
 import grace
@@ -9,7 +8,6 @@ from grace.core.compressor import Compressor, Traits
 from tests.support.pools import on_ranks
 from tests.support.training import joined
 
-pytestmark = pytest.mark.ranks
 SEEN: list[tuple[int, ...]] = []
 
 

@@ -9,6 +9,7 @@ import torch
 from grace.core.route import Carries
 from grace.exchange.fused_codec import FusedCodec
 from tests.support.far import as_far
+from tests.support.pools import on_ranks
 from tests.support.trained import Trained, drawn
 from tests.support.training import Given, digest, distributed, means
 
@@ -52,7 +53,8 @@ def test_whole_buckets_have_the_bits_of_their_variables_through_the_warm_up(spec
     assert stepped(spec)[0] == stepped(spec, apart=True)[0]
 
 
-def resumed(spec):
+@on_ranks()
+def test_a_run_resumes_in_the_middle_of_the_warm_up():
     """Gradients of steps without a break, and of those behind a checkpoint that was made during the warm-up."""
     shapes = {"matrix": (40, 50), "vector": (700,)}
 
@@ -60,7 +62,7 @@ def resumed(spec):
         return [digest(mean) for mean in means(model, optimizer, steps)]
 
     model = Given(shapes)
-    optimizer = distributed(model, spec)
+    optimizer = distributed(model, SPECS[0])
     whole = run(model, optimizer, range(2))
     saved = optimizer.full_state_dict()
     weights = [p.detach().clone() for p in model.parameters()]
@@ -69,14 +71,9 @@ def resumed(spec):
     with torch.no_grad():
         for p, value in zip(again.parameters(), weights, strict=True):
             p.copy_(value)
-    other = distributed(again, spec)
+    other = distributed(again, SPECS[0])
     other.load_state_dict(saved)
-    return whole[2:] == run(again, other, range(2, STEPS))
-
-
-@pytest.mark.ranks
-def test_a_run_resumes_in_the_middle_of_the_warm_up(two_ranks):
-    assert two_ranks.run(resumed, SPECS[0]) == [True, True]
+    assert whole[2:] == run(again, other, range(2, STEPS))
 
 
 def test_dgc_has_room_for_each_steps_payload_on_a_device():

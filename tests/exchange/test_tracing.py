@@ -17,8 +17,6 @@ from tests.support import strategies
 from tests.support.pools import on_ranks
 from tests.support.training import Given, ddp, digest, distributed, loss_of, made_up, net, refusal, sgd, train, weights
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 4
 SHAPES = {"matrix": (20, 30), "tiny": (1,)}
 

@@ -14,9 +14,8 @@ import grace
 from grace.core.registry import legal_communicators
 from tests.support.methods import SPECS, make
 from tests.support.pairwise import pairwise
+from tests.support.pools import on_ranks
 from tests.support.training import Given, distributed, means, net, plain_sgd, train
-
-pytestmark = pytest.mark.ranks
 
 METHODS = [
     *(spec for spec in SPECS if make(spec).traits.fixed_size == "by shape" and "cast" not in spec),
@@ -157,13 +156,9 @@ def test_bytes_counted_as_sent_are_what_the_network_carries(ranks, compressor, c
     assert seen == pytest.approx(counted, rel=0.02)
 
 
-def bits_per_element():
+@on_ranks()
+def test_bits_per_element_counts_payload_and_header():
     model = net()
     optimizer = distributed(model, "topk(ratio=0.1)")
     train(model, optimizer, range(2))
-    return optimizer.traffic.bits_per_element
-
-
-def test_bits_per_element_counts_payload_and_header(two_ranks):
-    for bits in two_ranks.run(bits_per_element):
-        assert 0.1 * 32 + 1 < bits < 0.1 * 32 + 1 + 1.5  # values, a bitmap, and the dense few
+    assert 0.1 * 32 + 1 < optimizer.traffic.bits_per_element < 0.1 * 32 + 1 + 1.5  # values, a bitmap, and the dense few

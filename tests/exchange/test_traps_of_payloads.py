@@ -11,8 +11,6 @@ import grace.torch
 from tests.support.pools import on_ranks
 from tests.support.training import Given, distributed, joined
 
-pytestmark = pytest.mark.ranks
-
 
 def sparse(rank: int) -> torch.Tensor:
     """20 entries for each rank before this one; none on rank 0."""

@@ -10,8 +10,8 @@ import grace
 import grace.torch
 from grace.torch import Compressor, Traits
 from tests.support.far import as_far
-
-pytestmark = pytest.mark.ranks
+from tests.support.pools import on_ranks
+from tests.support.training import refusal
 
 
 class Positive(Compressor):
@@ -36,8 +36,8 @@ def gradient(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)) + (-100 if rank == 0 else rank)
 
 
-def gathers() -> tuple[np.ndarray, list[int]]:
-    """A mean, and the bytes that were gathered for it."""
+@on_ranks(2, 3)
+def test_a_group_takes_one_size_exchange_and_one_gather():
     communicator = grace.torch.Allgather(Positive())
     communicator.step(gradient(grace.rank(), (40, 3)), "w")  # nothing is remembered of it
     backend = communicator.backend
@@ -45,15 +45,10 @@ def gathers() -> tuple[np.ndarray, list[int]]:
     backend.allgather = lambda tensor: calls.append(tensor.nbytes) or gather(tensor)
     value = communicator.step(gradient(grace.rank(), (40, 3)), "w").numpy()
     del backend.allgather
-    return value, calls
-
-
-def test_a_group_takes_one_size_exchange_and_one_gather(ranks):
-    expected = np.mean([gradient(r, (40, 3)).clamp(min=0).numpy() for r in range(ranks.size)], axis=0)
-    for value, calls in ranks.run(gathers):
-        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
-        assert len(calls) == 2
-        assert calls[0] == 8 * 2  # one 64-bit size per payload tensor
+    expected = np.mean([gradient(r, (40, 3)).clamp(min=0).numpy() for r in range(grace.size())], axis=0)
+    np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
+    assert len(calls) == 2
+    assert calls[0] == 8 * 2  # one 64-bit size per payload tensor
 
 
 class Narrow(Positive):
@@ -70,8 +65,10 @@ class Narrow(Positive):
         return super().decompress([payload[0], payload[1].int()], ctx)
 
 
-def narrowed(kind: str) -> list[list[int]]:
-    """Return the positions in a mean of numbers that only wide, and only narrow, integers reach, and in the next."""
+@pytest.mark.parametrize("kind", ["Allgather", "Broadcast", "ReduceBroadcast"])
+@on_ranks()
+def test_the_dtype_of_a_payload_may_depend_on_the_data_too(kind: str):
+    """Numbers at positions that only wide, and only narrow, integers reach."""
     communicator = getattr(grace.torch, kind)(Narrow(), "none")
     means = []
     for position in (5 + 60000 * grace.rank(), 7 + 60000 * (1 - grace.rank())):
@@ -80,19 +77,13 @@ def narrowed(kind: str) -> list[list[int]]:
         mean = communicator.step(tensor, "w")
         means.append(mean.nonzero().flatten().tolist())
         assert mean.sum() == 1
-    return means
-
-
-@pytest.mark.parametrize("kind", ["Allgather", "Broadcast", "ReduceBroadcast"])
-def test_the_dtype_of_a_payload_may_depend_on_the_data_too(two_ranks, kind):
-    for means in two_ranks.run(narrowed, kind):
-        assert means == [[5, 60005], [7, 60007]]
+    assert means == [[5, 60005], [7, 60007]]
 
 
 class Growing(Compressor):
     """Whole numbers; in one more than there are elements, if it is told so."""
 
-    name = "growing"
+    name, said = "growing", "shapes [(16,)] at step 1, and had [(15,)]"
     traits = Traits(category="quantization", summable=True)
     more = 0
 
@@ -108,49 +99,10 @@ class GrowingApart(Growing):
     traits = Traits(category="quantization")
 
 
-def refused(kind: str, compressor: type, far: bool) -> tuple[str, bytes, bytes]:
-    """Return the error of a step in which rank 1's payload grows, and the next mean, with that step and without it."""
-    means, said = [], ""
-    with as_far(plain=True) if far else contextlib.nullcontext():
-        for grows in (True, False):
-            communicator = getattr(grace.torch, kind)(compressor(), "residual")
-            communicator.step(gradient(grace.rank(), (5, 3)), "w")
-            if grows:
-                communicator.compressor.more = int(grace.rank() == 1)
-                try:
-                    communicator.step(gradient(2 + grace.rank(), (5, 3)), "w")
-                except grace.ExchangeError as error:
-                    said = str(error)
-                communicator.compressor.more = 0
-            means.append(communicator.step(gradient(4 + grace.rank(), (5, 3)), "w").numpy().tobytes())
-    return said, *means
-
-
-@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
-@pytest.mark.parametrize(
-    ("kind", "compressor"),
-    [
-        ("Allreduce", Growing),
-        ("ReduceBroadcast", Growing),
-        ("Allgather", GrowingApart),
-        ("Broadcast", GrowingApart),
-        ("ReduceBroadcast", GrowingApart),
-    ],
-)
-def test_a_payload_that_grows_is_refused_on_all_ranks_and_training_may_go_on(two_ranks, kind, compressor, far):
-    answers = two_ranks.run(refused, kind, compressor, far)
-    assert "growing" in answers[1][0]
-    assert "the payload of 'w' has the shapes [(16,)] at step 1, and had [(15,)] at the first" in answers[1][0]
-    assert "'w' at step 1" in answers[0][0]
-    assert "its own error says more" in answers[0][0]
-    for _, mean, other in answers:
-        assert mean == other
-
-
 class Recast(Compressor):
     """Half precision, in another dtype of the same size if it is told so."""
 
-    name = "recast"
+    name, said = "recast", "dtypes ['bfloat16'] at step 1, and had ['float16']"
     traits = Traits(category="quantization", summable=True)
     more = 0
 
@@ -166,36 +118,40 @@ class RecastApart(Recast):
     traits = Traits(category="quantization")
 
 
-@pytest.mark.parametrize(("kind", "compressor"), [("Allreduce", Recast), ("Allgather", RecastApart)])
-def test_a_payload_of_another_dtype_is_refused_on_all_ranks_though_its_shape_is_the_same(two_ranks, kind, compressor):
-    answers = two_ranks.run(refused, kind, compressor, False)
-    assert "the payload of 'w' has the dtypes ['bfloat16'] at step 1, and had ['float16'] at the first" in answers[1][0]
-    assert "its own error says more" in answers[0][0]
-    for _, mean, other in answers:
-        assert mean == other
+def refused(kind: str, compressor: type, far: bool, means: bool) -> tuple[str, bytes, bytes]:
+    """Return the error of a step in which rank 1's payload, or its payload of means, is another than at the first; and
+    the next mean, with that step and without it."""
+    found, said = [], ""
+    with as_far(plain=True) if far else contextlib.nullcontext():
+        for changes in (True, False):
+            communicator = getattr(grace.torch, kind)(compressor(), "residual", **{"destination": 1} if means else {})
+            communicator.step(gradient(grace.rank(), (5, 3)), "w")
+            if changes:
+                encoder = communicator.answers if means else communicator.compressor
+                encoder.more = int(grace.rank() == 1)
+                said = refusal(communicator.step, gradient(2 + grace.rank(), (5, 3)), "w", kind=grace.ExchangeError)
+                encoder.more = 0
+            found.append(communicator.step(gradient(4 + grace.rank(), (5, 3)), "w").numpy().tobytes())
+    return said, *found
 
 
-def refused_mean() -> tuple[str, bytes, bytes]:
-    """Return this rank's error in a step whose mean has a payload of another dtype, and the next mean with and without
-    that step."""
-    means, said = [], ""
-    for changes in (True, False):
-        communicator = grace.torch.ReduceBroadcast(RecastApart(), "residual", destination=1)
-        communicator.step(gradient(grace.rank(), (5, 3)), "w")
-        if changes:
-            communicator.answers.more = 1
-            try:
-                communicator.step(gradient(2 + grace.rank(), (5, 3)), "w")
-            except grace.ExchangeError as error:
-                said = str(error)
-            communicator.answers.more = 0
-        means.append(communicator.step(gradient(4 + grace.rank(), (5, 3)), "w").numpy().tobytes())
-    return said, *means
-
-
-def test_a_mean_whose_payload_has_another_dtype_is_refused_on_all_ranks(two_ranks):
-    answers = two_ranks.run(refused_mean)
-    assert "the payload of 'w' has the dtypes ['bfloat16'] at step 1, and had ['float16'] at the first" in answers[1][0]
-    assert "rank 1 could not decode what it was sent of 'w'" in answers[0][0]
-    for _, mean, other in answers:
-        assert mean == other
+@pytest.mark.every
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize(
+    ("kind", "compressor", "means"),
+    [
+        *(("Allreduce", Growing, False), ("ReduceBroadcast", Growing, False)),
+        *((kind, GrowingApart, False) for kind in ("Allgather", "Broadcast", "ReduceBroadcast")),
+        *(("Allreduce", Recast, False), ("Allgather", RecastApart, False), ("ReduceBroadcast", RecastApart, True)),
+    ],
+)
+def test_a_payload_of_another_size_or_dtype_is_refused_on_all_ranks_and_training_may_go_on(
+    two_ranks, kind, compressor, means, far
+):
+    (first, *_), (second, *_) = answers = two_ranks.run(refused, kind, compressor, far, means)
+    assert f"the payload of 'w' has the {compressor.said} at the first" in second
+    assert compressor.name in second
+    assert ("rank 1 could not decode what it was sent of 'w'" if means else "its own error says more") in first
+    assert "'w' at step 1" in first
+    for _, mean, as_if_it_had_not_been in answers:
+        assert mean == as_if_it_had_not_been

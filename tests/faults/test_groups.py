@@ -13,8 +13,6 @@ from tests.support.pools import ranks_of
 from tests.support.strategies import uneven
 from tests.support.training import distributed, loss_of, net
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture
 def ranks(request):

@@ -16,8 +16,6 @@ from tests.support.pools import launched, on_ranks
 from tests.support.tensorflow_training import compiled, digest, fit, on_mpi, sgd, traced
 from tests.support.training import made_up
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
 STEPS = UNTIL_CHOSEN + 3
 PLANNING = auto_planner.AutoPlanner
 """The planner itself."""

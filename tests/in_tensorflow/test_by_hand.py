@@ -53,9 +53,7 @@ def test_communicators_are_taken_wherever_graces_scripts_put_them():
             assert w.numpy().tolist() == [0, 0, 0, 0, 0, 0, -9, -10.5]
 
 
-def test_xla_is_refused():
-    grace.init("local")
+def test_xla_is_refused(local):
     grc = grace.from_params({"compressor": "topk"})
     with pytest.raises(grace.ConfigError, match="XLA cannot compile an exchange"):
         tf.function(lambda x: grc.step(x, "w"), jit_compile=True, autograph=False)(tf.ones(3))
-    grace.shutdown()

@@ -274,15 +274,13 @@ def test_a_tape_takes_no_sources_and_one_twice_as_tensorflows_does(graph):
     assert [mean.numpy().tolist() for mean in both] == [[2.0], [2.0]]
 
 
-def test_a_variable_that_gradients_overwrite_is_refused_by_a_tape():
-    grace.init("local")
+def test_a_variable_that_gradients_overwrite_is_refused_by_a_tape(local):
     scale = keras.Variable([2.0], name="scale")
     scale.overwrite_with_gradient = True
     with grace.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
         loss = tf.reduce_sum(scale.value)
     with pytest.raises(grace.ConfigError, match=r"'scale' becomes what its gradient is.*grace\.DistributedOptimizer"):
         tape.gradient(loss, [scale])
-    grace.shutdown()
 
 
 TAPE, OPTIMIZER = tf.GradientTape, keras.optimizers.SGD
@@ -304,13 +302,11 @@ def exchange_of(*args, **options):
 
 
 @pytest.mark.parametrize("said", WRONG_TAPES)
-def test_a_tape_refuses_other_objects_and_options_when_it_is_made(said):
+def test_a_tape_refuses_other_objects_and_options_when_it_is_made(said, local):
     """A variable or an optimizer became a tape, and options were refused in the first step."""
-    grace.init("local")
     made, options = WRONG_TAPES[said]
     with pytest.raises((grace.ConfigError, TypeError), match=re.escape(said)):
         grace.tensorflow.DistributedGradientTape(made(), **{name: value() for name, value in options.items()})
-    grace.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -323,11 +319,9 @@ def test_a_tape_refuses_other_objects_and_options_when_it_is_made(said):
         ({"backend": "mpi"}, r"as grace\.init\('mpi'\) returns one, not 'mpi'"),
     ],
 )
-def test_an_exchange_refuses_what_only_optimizers_have(options, said):
-    grace.init("local")
+def test_an_exchange_refuses_what_only_optimizers_have(options, said, local):
     with pytest.raises(grace.ConfigError, match=said):
         exchange_of("topk", **options)
-    grace.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -338,8 +332,7 @@ def test_an_exchange_refuses_what_only_optimizers_have(options, said):
         ("ba", "1 'b', where there was 'a'"),
     ],
 )
-def test_other_variables_in_a_later_step_are_refused_by_name(later, said):
-    grace.init("local")
+def test_other_variables_in_a_later_step_are_refused_by_name(later, said, local):
     exchange, variables = exchange_of("topk"), {name: tf.Variable([1.0], name=name) for name in "abc"}
 
     def step(names):
@@ -351,19 +344,16 @@ def test_other_variables_in_a_later_step_are_refused_by_name(later, said):
     with pytest.raises(grace.ConfigError, match=f"as number {said}.*others need a GradientExchange of their own"):
         step(later)
     assert [mean.numpy().tolist() for mean in step("ab")] == [[1.0], [1.0]]
-    grace.shutdown()
 
 
-def test_a_jacobian_is_refused():
+def test_a_jacobian_is_refused(local):
     """TensorFlow would run its exchanges side by side, which ends Horovod."""
-    grace.init("local")
     w = tf.Variable([1.0, 2.0])
     with grace.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
         y = w * w
     for jacobian in (tape.jacobian, tape.batch_jacobian):
         with pytest.raises(grace.ConfigError, match="take it of a tape of its own"):
             jacobian(y, w)
-    grace.shutdown()
 
 
 @both_ways

@@ -2,13 +2,10 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import grace
 from tests.support.tensorflow_training import on_mpi
-
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @on_mpi

@@ -10,8 +10,6 @@ import tensorflow as tf
 import grace
 from tests.support.tensorflow_training import on_both
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
 
 @on_both
 def test_operations_on_tensors_and_in_graphs():

@@ -111,7 +111,6 @@ def damaged(folder):
     return said
 
 
-@pytest.mark.ranks
 def test_what_is_damaged_on_one_rank_is_refused_on_all_by_name(mpi, tmp_path):
     first, second = mpi.run(damaged, str(tmp_path))
     assert first["right"] == second["right"] == ""

@@ -21,9 +21,6 @@ from tests.support.tensorflow_training import (
     traced,
 )
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
 # -- means, sums, accumulation, clipping ---------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ from grace.session.settings import ReduceOp
 from grace.tensorflow import graph_exchange
 from tests.support.tensorflow_training import digest, on_horovod, session_of, variables_of
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"matrix": (30, 40), "vector": (700,), "scalar": (), "empty": (0, 3), "tiny": (1,), "idle": (5,)}
 
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 import grace
 from tests.support.tensorflow_training import both_ways, on_both, on_mpi, traced
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
 WRONG_AT = 2
 FAULTS = {
     "step": "rank 1 is at step 1, rank 0 is at step 2: rank 1 left out a training step (optimizer.apply)",

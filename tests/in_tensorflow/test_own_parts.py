@@ -76,8 +76,6 @@ def gradients():
     return [np.random.default_rng((step, grace.rank())).standard_normal(40).astype(np.float32) for step in range(3)]
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @both_ways
 @on_both
 def test_signs_travel_as_bools_by_graces_all_gather_and_by_one_of_ones_own(graph):
@@ -88,8 +86,6 @@ def test_signs_travel_as_bools_by_graces_all_gather_and_by_one_of_ones_own(graph
         np.testing.assert_array_equal(run(tf.constant(given[grace.rank()])), wanted)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize("communicator", [Allgather, Gathering])
 @on_both
@@ -132,14 +128,12 @@ def test_memory_is_used_again_only_when_its_tensors_are_gone():
     assert np.unique(third.numpy()).tolist() == [3.0]
 
 
-def test_means_that_a_loop_keeps_stay_as_they_were():
-    grace.init("local")
+def test_means_that_a_loop_keeps_stay_as_they_were(local):
     exchange, w = session_of("topk(ratio=0.5)"), tf.Variable(tf.zeros([200]))
     kept = [exchange.exchange([tf.fill([200], float(n))], [w])[0].value for n in range(1, 4)]
     sent = [np.flatnonzero(mean.numpy()) for mean in kept]
     assert [np.unique(mean.numpy()).tolist() for mean in kept] == [[0, 1], [0, 3], [0, 5]]
     assert (sent[0].tolist(), sent[1].tolist()) == (list(range(100)), list(range(100, 200)))
-    grace.shutdown()
 
 
 class Ported(Compressor):
@@ -161,8 +155,6 @@ class TransactionalDict(Memory):
         return self.residuals[name]
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @on_horovod
 def test_sizes_that_nobody_announced_are_compared_in_graphs():
     w = tf.Variable(tf.zeros([4]))

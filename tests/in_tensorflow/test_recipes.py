@@ -11,7 +11,6 @@ import tensorflow as tf
 import grace
 from tests.support.tensorflow_training import compiled, digest, fit, on_horovod, on_mpi, samples, sgd, state_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 ROWS, BATCH = 37, 4
 
 

@@ -4,12 +4,9 @@ import warnings
 
 import keras
 import numpy as np
-import pytest
 
 import grace
 from tests.support.tensorflow_training import on_mpi
-
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def built(kind, options, name=None):

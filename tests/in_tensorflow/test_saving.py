@@ -264,8 +264,7 @@ def test_accumulated_gradients_of_all_ranks_outlast_a_file_and_a_broadcast(tmp_p
     assert after == [[[3.0]], [[3.0]]]
 
 
-def test_options_that_are_not_given_again_are_as_they_were(tmp_path):
-    grace.init("local")
+def test_options_that_are_not_given_again_are_as_they_were(local, tmp_path):
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
     model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), "topk(ratio=0.5)", seed=7, op="sum"), "mse")
     model.save(tmp_path / "m.keras")
@@ -273,7 +272,6 @@ def test_options_that_are_not_given_again_are_as_they_were(tmp_path):
     assert same == model.optimizer._grace.options()
     other = grace.tensorflow.load_model(tmp_path / "m.keras", compressor="onebit").optimizer._grace.options()
     assert (other["seed"], other["op"], other["compressor"]["name"]) == (7, "sum", "onebit")
-    grace.shutdown()
 
 
 @pytest.mark.parametrize("way", ["", "loss scale"])

@@ -11,8 +11,6 @@ import tensorflow as tf
 import grace
 from tests.support.tensorflow_training import on_horovod
 
-pytestmark = pytest.mark.ranks
-
 
 @on_horovod
 def test_eager_operations_of_the_script_do_not_meet_those_of_exchanges():
@@ -92,7 +90,6 @@ def tried(folder):
     }
 
 
-@pytest.mark.slow
 def test_horovods_keras_api_is_broken_as_the_page_says(horovod, tmp_path):
     for found in horovod.run(tried, str(tmp_path)):
         assert found == {

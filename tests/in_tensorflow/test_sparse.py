@@ -60,8 +60,6 @@ def mean_of(step):
     return (dense(slices(step, 0)) + dense(slices(step, 1))) / 2
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @both_ways
 @on_both
 def test_uncompressed_rows_give_the_mean(graph):
@@ -72,8 +70,6 @@ def test_uncompressed_rows_give_the_mean(graph):
     assert 0 < sent < 4 * 8 * (ROWS * WIDTH + 5)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize(
     "compressor", ["qsgd", "fp16", "topk(ratio=0.4)", "topk(ratio=0.4) | qsgd", "onebit", "natural"]
@@ -90,8 +86,6 @@ def test_ranks_agree_and_what_is_left_out_is_kept_by_rows(compressor, graph):
     return [(mean.tobytes(), rows) for mean, rows in means]
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @on_both
 def test_eager_and_graph_are_the_same():
     eager, graph = (run("topk(ratio=0.4)", way)[0] for way in (False, True))
@@ -99,8 +93,6 @@ def test_eager_and_graph_are_the_same():
         assert mean.tobytes() == other.tobytes()
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @on_both
 def test_made_dense_when_asked():
     for step, (mean, rows) in enumerate(run("none", False, sparse_as_dense=True)[0]):

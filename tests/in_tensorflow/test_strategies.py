@@ -394,14 +394,10 @@ def test_builders_get_the_resources_of_a_document():
 @pytest.mark.parametrize(
     "other", [{}, {"strategy": "ps"}, {"compressor": "fp16"}], ids=["as it was", "built", "method"]
 )
-def test_a_model_that_was_saved_before_it_trained_keeps_the_resources(tmp_path, other):
+def test_a_model_that_was_saved_before_it_trained_keeps_the_resources(local, tmp_path, other):
     document = {"nodes": [{"address": "localhost", "network_bandwidth": 5}]}
-    grace.init("local")
-    try:
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(), strategy="ps", resources=document), "mse")
-        model.save(tmp_path / "m.keras")
-        optimizer = grace.tensorflow.load_model(tmp_path / "m.keras", **other).optimizer
-        assert optimizer._grace.options().get("resources") == (None if other else document)
-    finally:
-        grace.shutdown()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(), strategy="ps", resources=document), "mse")
+    model.save(tmp_path / "m.keras")
+    optimizer = grace.tensorflow.load_model(tmp_path / "m.keras", **other).optimizer
+    assert optimizer._grace.options().get("resources") == (None if other else document)

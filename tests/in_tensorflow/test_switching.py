@@ -67,7 +67,6 @@ def on_the_mean(count, size):
     return [-sum(one[name] for one in given) / size for name in SHAPES]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("between", [[TOPK], [TOPK, POWERSGD], [HALVES], [TOPK, HALVES, TOPK]], ids=str)
 @both_ways
 @on_both
@@ -87,7 +86,6 @@ def test_nothing_is_lost_on_the_way_back_to_plain_sums(graph, between):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("first", "second"), [(PLAIN, TOPK), (TOPK, POWERSGD)])
 @on_both
 def test_a_graph_of_the_former_strategy_is_refused_and_changes_nothing(first, second):
@@ -116,7 +114,6 @@ class Switching(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
-@pytest.mark.ranks
 @on_horovod
 def test_in_fit():
     """A model after three epochs, of which the first is plain: switched by a callback, and by hand."""
@@ -139,7 +136,6 @@ def test_in_fit():
     return ends
 
 
-@pytest.mark.ranks
 @both_ways
 @on_mpi
 def test_a_checkpoint_after_a_switch(graph):
@@ -159,7 +155,6 @@ def test_a_checkpoint_after_a_switch(graph):
     assert digest(one.values) == digest(two.values)
 
 
-@pytest.mark.ranks
 @on_mpi
 def test_what_is_refused_changes_nothing():
     """Training goes on by the graph that there is."""

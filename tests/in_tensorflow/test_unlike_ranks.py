@@ -8,8 +8,6 @@ import tensorflow as tf
 import grace
 from tests.support.tensorflow_training import both_ways, digest, on_both, on_horovod, on_mpi, traced
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
 
 @both_ways
 @on_both

@@ -28,8 +28,6 @@ from tests.support.sharded import (
 )
 from tests.support.training import refusal
 
-pytestmark = pytest.mark.ranks
-
 NODES = {**POLICIES, "nodes of two": {"reshard_after_forward": 2}}
 
 

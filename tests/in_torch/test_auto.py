@@ -32,8 +32,6 @@ from tests.support.planners import (
 from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights
 
-pytestmark = pytest.mark.ranks
-
 PLANNING = auto_planner.AutoPlanner
 """The planner itself."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

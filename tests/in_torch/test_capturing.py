@@ -54,7 +54,6 @@ def check_anyway(session):
         check_capturable(session)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("spec", METHODS)
 @on_ranks()
 def test_a_step_that_is_settled_on_the_device_ends_as_on_the_host(spec):

@@ -8,8 +8,6 @@ from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
 from tests.support.training import digest, distributed, loss_of, net, weights
 
-pytestmark = pytest.mark.ranks
-
 
 def lbfgs(parameters):
     return torch.optim.LBFGS(parameters, lr=1.0, max_iter=5, line_search_fn="strong_wolfe")

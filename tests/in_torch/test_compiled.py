@@ -11,8 +11,6 @@ from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
 from tests.support.training import batch, ddp, digest, distributed, loss_of, net, sgd, weights
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 3
 NAMES = [name for name, _ in net().named_parameters()]
 
@@ -147,7 +145,6 @@ def test_a_step_of_the_python_reducer_ends_where_the_optimizer_makes_one():
         assert state.full_state_dict()["step"] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: a C++ compiler runs for each graph of each rank")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
 @on_ranks()

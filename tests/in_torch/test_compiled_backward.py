@@ -12,8 +12,6 @@ from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
 from tests.support.training import batch, ddp, digest, distributed, net, sgd, weights
 
-pytestmark = pytest.mark.ranks
-
 PLAIN, TOPK = (1, True, False), "topk(ratio=0.1)"
 WAYS = {"plain": PLAIN, **({"accumulated, zeros kept, one frozen": (2, False, True)} if THOROUGH else {})}
 

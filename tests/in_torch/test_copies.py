@@ -14,8 +14,6 @@ from tests.support.pools import on_ranks
 from tests.support.sharded import built, compressed, loss_of, mesh_of
 from tests.support.training import ddp, digest, distributed, net, sgd, train, weights
 
-pytestmark = pytest.mark.ranks
-
 
 def saved_and_loaded(value):
     file = io.BytesIO()

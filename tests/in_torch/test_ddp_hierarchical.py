@@ -12,9 +12,7 @@ from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import make_variables
 from tests.support.pools import on_ranks
 from tests.support.strategies import uneven
-from tests.support.training import copied, ddp, digest, distributed, net, refusal, sgd, train, weights
-
-pytestmark = pytest.mark.ranks
+from tests.support.training import Branches, copied, ddp, digest, distributed, net, refusal, sgd, train, weights
 
 CHOICES: list[dict[str, Any]] = [
     {"hierarchical": True},
@@ -95,22 +93,10 @@ def test_a_hierarchical_hook_goes_on_from_its_state():
     return digest(weights(resumed))
 
 
-class Branches(torch.nn.Module):
-    """The last rank, which is alone on its node, uses ``extra``; nobody uses ``idle``."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.extra, self.idle = (torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        x = self.shared(x)
-        return self.extra(x) if grace.rank() == 2 else x
-
-
 @on_ranks(3)
 def test_overflows_and_unused_parameters_reach_all_nodes():
-    """Rank 1, whose node's leader is rank 0, overflows in the second step."""
-    model = net(make=Branches)
+    """Rank 1, whose node's leader is rank 0, overflows in the second step; rank 2 is alone on its node."""
+    model = net(make=lambda: Branches(2))
     wrapped, optimizer = ddp(model, find_unused_parameters=True), sgd(model.parameters())
     with uneven():
         state = grace.torch.register_ddp_hook(

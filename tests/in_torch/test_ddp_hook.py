@@ -15,6 +15,7 @@ from tests.support.frameworks import check_refused
 from tests.support.pools import on_ranks
 from tests.support.training import (
     METHODS,
+    Branches,
     Given,
     copied,
     ddp,
@@ -31,9 +32,6 @@ from tests.support.training import (
     train_given,
     weights,
 )
-
-pytestmark = pytest.mark.ranks
-
 
 SOME = ("none", "topk(ratio=0.1)", "powersgd(rank=2)")
 """Methods: one that sums, one that gathers, and one of several rounds."""
@@ -123,23 +121,11 @@ def test_no_sync_accumulates_under_the_hook(compressor):
         torch.testing.assert_close(in_parts[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-class Branches(torch.nn.Module):
-    """Rank 1 does not use ``extra``; nobody uses ``idle``."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.extra, self.idle = (torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        x = self.shared(x)
-        return self.extra(x) if grace.rank() == 0 else x
-
-
 @on_ranks(2)
 def test_unused_parameters_under_the_hook():
     found = {}
     for compressor in METHODS:
-        model = net(make=Branches)
+        model = net(make=lambda: Branches(0))
         wrapped = ddp(model, find_unused_parameters=True)
         optimizer = sgd(model.parameters())
         state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer)
@@ -150,9 +136,8 @@ def test_unused_parameters_under_the_hook():
             optimizer.step()
         assert state.state_dict()["step"] == 4
         found[compressor] = all(torch.isfinite(p).all() for p in model.parameters()), digest(weights(model))
-    first = found
-    assert all(finite for finite, _ in first.values())
-    return first
+    assert all(finite for finite, _ in found.values())
+    return found
 
 
 @on_ranks(2)

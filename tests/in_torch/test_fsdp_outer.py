@@ -16,8 +16,6 @@ from tests.support.pools import on_ranks, ranks_of
 from tests.support.sharded import mesh_of, whole
 from tests.support.training import digest, refusal
 
-pytestmark = pytest.mark.ranks
-
 
 def plain(seed=7, norm=False):
     """Layers of odd sizes; one rank of two has nothing of the last one."""

@@ -26,8 +26,6 @@ from tests.support.pools import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.training import digest
 
-pytestmark = pytest.mark.ranks
-
 DIM = 6
 RESHARD: list[bool | int] = [True, False, 2]
 

@@ -22,8 +22,6 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"matrix": (12, 20), "other": (30, 10), "vector": (300,), "tiny": (1,)}
 
 

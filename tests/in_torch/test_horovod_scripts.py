@@ -11,9 +11,6 @@ import grace
 from tests.support.pools import on_ranks
 from tests.support.training import copied, digest, distributed, loss_of, net, refusal, state_of, train, weights
 
-pytestmark = pytest.mark.ranks
-
-
 # -- broadcasts -------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {

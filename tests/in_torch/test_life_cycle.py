@@ -15,8 +15,6 @@ from tests.support.limits import HANGS
 from tests.support.pools import on_ranks
 from tests.support.training import ddp, digest, distributed, loss_of, net, refusal, sgd, state_of, train, weights
 
-pytestmark = pytest.mark.ranks
-
 ENGINES = ["gloo", "horovodrun-gloo", "mpirun-mpi"]
 
 

@@ -7,8 +7,6 @@ import grace
 from tests.support.pools import on_ranks
 from tests.support.training import adam, ddp, digest, distributed, loss_of, net, refusal, sgd, train, weights
 
-pytestmark = pytest.mark.ranks
-
 OWNERS = {"dgc": "memory", "signum": "compressor"}
 
 

@@ -1,14 +1,11 @@
 """Some ranks only, and what the optimizer still is."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import grace
 from tests.support.pools import on_ranks
 from tests.support.training import digest, distributed, net, refusal, train, weights
-
-pytestmark = pytest.mark.ranks
 
 
 def in_a_subgroup():

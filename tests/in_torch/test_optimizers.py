@@ -1,13 +1,10 @@
 """Every optimizer of torch.optim, and those that share a model, train as in one process."""
 
-import pytest
 import torch
 
 import grace
 from tests.support.pools import on_ranks
 from tests.support.training import loss_of, net, weights
-
-pytestmark = pytest.mark.ranks
 
 OTHERS = {"Optimizer", "LBFGS", "SparseAdam"}
 """The base, and those that need a closure or sparse gradients, which other tests train with."""

@@ -28,8 +28,6 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)", "efsignsgd"])
 @on_ranks(2)

@@ -7,8 +7,6 @@ from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks
 from tests.support.scenarios import compared
 
-pytestmark = pytest.mark.ranks
-
 SEEDS = 24 if THOROUGH else 4
 
 

@@ -14,8 +14,6 @@ from tests.support.checkpoints import made, sealed
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.training import digest, distributed, net, state_of, train, train_given, weights
 
-pytestmark = pytest.mark.ranks
-
 STOP, END = 3, 6
 
 

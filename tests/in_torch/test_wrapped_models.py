@@ -9,8 +9,6 @@ import grace
 from tests.support.pools import on_ranks
 from tests.support.training import Net, ddp, loss_of, net, sgd, train
 
-pytestmark = pytest.mark.ranks
-
 
 def distributed(named: Any, model: torch.nn.Module) -> Any:
     return grace.DistributedOptimizer(sgd(model.parameters()), named, "topk(ratio=0.1)")

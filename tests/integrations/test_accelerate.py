@@ -17,10 +17,7 @@ from tests.support.pool import Ranks
 from tests.support.pools import on_ranks
 from tests.support.training import digest
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 
 TOPK = "topk(ratio=0.1)"
 

@@ -18,8 +18,6 @@ from tests.support.frameworks import torchrun
 from tests.support.pools import on_ranks
 from tests.support.training import digest, distributed, loss_of, net, sgd, train, weights
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 3
 EXACT = {"strategy": "all_reduce", "hierarchical": True}
 TOPK = {"strategy": "uniform(compressor=topk(ratio=0.1))", "hierarchical": True}

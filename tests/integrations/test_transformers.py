@@ -14,10 +14,7 @@ from tests.support.frameworks import bits as parameter_bits
 from tests.support.pools import on_ranks
 from tests.support.training import digest
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 TOPK = "topk(ratio=0.1)"
 

@@ -150,7 +150,6 @@ def measured():
     return backend.sent_bytes - before, found
 
 
-@pytest.mark.ranks
 def test_ranks_measure_together_and_get_the_same(ranks):
     answers = ranks.run(measured)
     assert len({repr(found) for _, found in answers}) == 1
@@ -182,7 +181,6 @@ def failing():
     return None
 
 
-@pytest.mark.ranks
 def test_a_rank_that_fails_ends_all(two_ranks):
     (first, said, size), (second, own, _) = two_ranks.run(failing)
     assert (first, second, own, size) == ("RankError", "MemoryError", "no more", 2)

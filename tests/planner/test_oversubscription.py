@@ -17,10 +17,7 @@ from grace.planner.links import cores, oversubscription
 from grace.planner.step_simulation import Timeline
 from grace.strategy.choices import Choices
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here")
 
 
 def bound(nodes, shared=True):

@@ -10,8 +10,6 @@ from tests.support.pools import on_ranks, ranks_of
 from tests.support.strategies import executed, strategy_of, whole
 from tests.support.training import Given, copied, digest, state_of, train_given, weights
 
-pytestmark = pytest.mark.ranks
-
 # -- what is per rank ----------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from tests.support.pools import on_ranks
 from tests.support.trained import bits
 from tests.support.training import Given, ddp, distributed, made_up, refusal, sgd, state_of, train_given
 
-pytestmark = pytest.mark.ranks
 BEGIN, STEPS = 3, 6
 SHAPES = {"matrix": (40, 30), "vector": (700,), "scalar": ()}
 TOPK = "topk(ratio=0.1)"

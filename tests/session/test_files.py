@@ -100,7 +100,6 @@ def test_two_who_write_one_file_do_not_take_each_others_drafts(tmp_path):
     assert os.listdir(tmp_path) == ["ck.pt"]
 
 
-@pytest.mark.ranks
 @on_ranks()
 def test_rank_0_writes_for_all_and_all_are_told_if_it_cannot(tmp_path):
     """README's recipe: saved, loaded; and a folder that is not there."""
@@ -116,7 +115,6 @@ def test_rank_0_writes_for_all_and_all_are_told_if_it_cannot(tmp_path):
     assert grace.rank() == 0 or told.startswith(f"rank 0 could not save {gone}: ")
 
 
-@pytest.mark.ranks
 @on_ranks()
 def test_a_rank_that_cannot_save_its_part_tells_the_others():
     """They do not wait for it."""

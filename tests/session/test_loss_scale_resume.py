@@ -8,8 +8,6 @@ from grace.session import state_schema
 from tests.support.pools import on_ranks
 from tests.support.training import Given, copied, ddp, digest, made_up, weights
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"matrix": (20, 30), "vector": (200,)}
 STOP, END = 3, 6
 METHODS = (

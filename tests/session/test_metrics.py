@@ -14,8 +14,6 @@ from tests.support.engine_pools import DRAWN
 from tests.support.pools import on_ranks
 from tests.support.training import ddp, distributed, loss_of, net, sgd, state_of, train
 
-pytestmark = pytest.mark.ranks
-
 KEYS = ["bytes_sent", "bytes_dense", "ratio", "residual_norm", "seconds_encode", "seconds_wait"]
 
 
@@ -167,11 +165,9 @@ class Averaging(grace.Memory):
         self.counts[name] = self.counts.get(name, 0.0) + 1.0
 
 
-def test_of_a_users_memory_all_tensors_count():
-    grace.init("local")
+def test_of_a_users_memory_all_tensors_count(local):
     model, usual = net(), net()
     own, theirs = distributed(model, "topk(ratio=0.1)", memory=Averaging()), distributed(usual, "topk(ratio=0.1)")
     for each, optimizer in ((model, own), (usual, theirs)):
         train(each, optimizer, range(3))
     assert own.metrics()["residual_norm"] == pytest.approx(theirs.metrics()["residual_norm"], rel=1e-6)
-    grace.shutdown()

@@ -128,8 +128,7 @@ def test_ranks_that_meet_anew_compare_the_payloads_of_drifts_again(local):
     assert not bucket.compared
 
 
-def test_alone_an_outer_step_of_rate_1_changes_nothing():
-    grace.init("local")
+def test_alone_an_outer_step_of_rate_1_changes_nothing(local):
     plain, local = net(), net()
     wanted = sgd(plain.parameters(), momentum=0.9)
     for step in range(7):
@@ -140,7 +139,6 @@ def test_alone_an_outer_step_of_rate_1_changes_nothing():
     train(local, optimizer, range(7))
     for name, value in weights(plain).items():
         torch.testing.assert_close(weights(local)[name], value, rtol=1e-5, atol=1e-6)
-    grace.shutdown()
 
 
 def followed(spec, lr, momentum, nesterov):
@@ -1167,7 +1165,6 @@ def test_training_goes_on_while_a_fragment_travels():
 # -- engines -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
 @on_ranks(2)
 def test_other_engines_run_the_same_rounds(engine):

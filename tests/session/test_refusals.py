@@ -7,8 +7,6 @@ import grace
 from tests.support.pools import on_ranks
 from tests.support.training import Given, ddp, digest, distributed, net, refusal, sgd, train, weights
 
-pytestmark = pytest.mark.ranks
-
 
 def refused(build, choices):
     """The error on this rank, and the weights of a step that the same ranks make together afterwards."""

@@ -2,14 +2,11 @@
 
 import copy
 
-import pytest
 import torch
 
 import grace
 from tests.support.checkpoints import load, made, sealed
 from tests.support.training import copied, digest, train_given
-
-pytestmark = pytest.mark.ranks
 
 
 def saves():

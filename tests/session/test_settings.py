@@ -9,9 +9,8 @@ import torch
 
 from grace.core.registry import make
 from grace.session.settings import ReduceOp, Settings
+from tests.support.pools import on_ranks
 from tests.support.training import SPECS, Given, distributed, state_of, train_given
-
-pytestmark = pytest.mark.ranks
 
 SHAPES = {"matrix": (20, 30), "vector": (700,), "tiny": (1,)}
 
@@ -39,12 +38,6 @@ def reduced(compressor, memory, communicator, **options):
     ]
 
 
-def all_ways(compressor, memory, communicator):
-    """Averages, sums and pre-divided averages, and pre-divided ones whose factor is no power of two."""
-    ways = ({}, {"op": "sum"}, {"gradient_predivide_factor": 4.0}, {"gradient_predivide_factor": 0.3})
-    return [reduced(compressor, memory, communicator, **options) for options in ways]
-
-
 CASES = [(spec, None, None) for spec in SPECS] + [
     ("topk(ratio=0.1)", "dgc(clip=0.5)", None),
     ("randomk(ratio=0.1)", "dgc(clip=0.5)", None),
@@ -57,22 +50,21 @@ CASES = [(spec, None, None) for spec in SPECS] + [
 
 @pytest.mark.filterwarnings("ignore:.*is not a contraction")
 @pytest.mark.parametrize(("compressor", "memory", "communicator"), CASES)
-def test_what_a_method_computes_does_not_depend_on_the_reduction(two_ranks, compressor, memory, communicator):
+@on_ranks()
+def test_what_a_method_computes_does_not_depend_on_the_reduction(compressor, memory, communicator):
+    """Averages, sums and pre-divided averages, and pre-divided ones whose factor is no power of two."""
+    ways = ({}, {"op": "sum"}, {"gradient_predivide_factor": 4.0}, {"gradient_predivide_factor": 0.3})
+    average, total, divided, odd = [reduced(compressor, memory, communicator, **options) for options in ways]
     size = 1 if make("compressor", compressor).votes else 2
     narrow = "16" in compressor  # where the division rounds
-    for average, total, divided, odd in two_ranks.run(all_ways, compressor, memory, communicator):
-        for mean, summed, other, third in zip(average[0], total[0], divided[0], odd[0], strict=True):
-            assert torch.equal(summed, mean * size)
-            assert torch.equal(other, mean) or narrow
-            torch.testing.assert_close(
-                torch.stack([other, third]),
-                mean.expand(2, -1),
-                rtol=0.02 if narrow else 1e-4,
-                atol=0.02 if narrow else 1e-5,
-            )
-        for kept, of_sum, of_divided in zip(average[1], total[1], divided[1], strict=True):
-            assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_sum))
-            assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_divided))
+    for mean, summed, other, third in zip(average[0], total[0], divided[0], odd[0], strict=True):
+        assert torch.equal(summed, mean * size)
+        assert torch.equal(other, mean) or narrow
+        tolerances = {"rtol": 0.02, "atol": 0.02} if narrow else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(torch.stack([other, third]), mean.expand(2, -1), **tolerances)
+    for kept, of_sum, of_divided in zip(average[1], total[1], divided[1], strict=True):
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_sum))
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_divided))
 
 
 OTHERS = [

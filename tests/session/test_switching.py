@@ -10,8 +10,6 @@ from tests.support.pools import on_ranks
 from tests.support.strategies import cut, executed, strategy_of, uneven
 from tests.support.training import Given, copied, digest, made_up, refusal, train_given, weights
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
 PLAIN, TOPK = "uniform", "uniform(compressor=topk(ratio=0.1))"
 POWERSGD = "uniform(compressor=powersgd(rank=1))"

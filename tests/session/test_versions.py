@@ -11,7 +11,6 @@ from grace.strategy import execution
 from tests.support.pools import on_ranks
 from tests.support.training import distributed, net
 
-pytestmark = pytest.mark.ranks
 WIRES = layout.WIRE_FORMAT
 CHANGED = {
     "Grace": (version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),

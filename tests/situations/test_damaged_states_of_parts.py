@@ -15,8 +15,6 @@ from tests.support.pools import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.training import refusal
 
-pytestmark = pytest.mark.ranks
-
 
 def sharded(mesh):
     torch.manual_seed(0)

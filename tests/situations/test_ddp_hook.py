@@ -9,8 +9,6 @@ from grace.integrations.wrapped import train_alone
 from tests.support.pools import on_ranks
 from tests.support.training import Given, ddp, digest, sgd
 
-pytestmark = pytest.mark.ranks
-
 TOPK = "topk(ratio=0.1)"
 
 

@@ -11,7 +11,6 @@ from tests.support.pipelines import unmeasured
 from tests.support.pools import on_ranks
 from tests.support.training import refusal
 
-pytestmark = pytest.mark.ranks
 WIDTH, HEADS, LENGTH = 16, 2, 6
 
 

@@ -14,7 +14,6 @@ from tests.support.sharded import built, mesh_of, whole
 from tests.support.sharded import loss_of as loss_in_shards
 from tests.support.training import ddp, digest, loss_of, net, weights
 
-pytestmark = pytest.mark.ranks
 STEPS = 5
 
 

@@ -17,8 +17,6 @@ from tests.support.pools import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.training import Given, ddp, digest
 
-pytestmark = pytest.mark.ranks
-
 TOPK, BLOCK = "topk(ratio=0.1)", "block(bits=4)"
 KINDS = ("none", TOPK, "qsgd(levels=7)", "powersgd(rank=1)", "efsignsgd")
 OWN = 1e-7

@@ -8,8 +8,6 @@ from grace.strategy import ShardPlan, Sync
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, weights, whole
 from tests.support.training import digest
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {"matrix": (13, 4), "vector": (7,), "scalar": (), "empty": (0, 3)}
 TABLES = {"words": (9, 3), "items": (5, 2)}
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")

@@ -12,8 +12,6 @@ from tests.support.pools import on_ranks
 from tests.support.strategies import BUILDERS, assert_close, executed, mixed, on_the_mean, spec_for
 from tests.support.training import digest
 
-pytestmark = pytest.mark.ranks
-
 STEPS = range(4)
 WITH_MORE = (
     "uneven_partitioned_ps(min_shard_bytes=0, local_replication=true)",

@@ -9,6 +9,7 @@ import torch
 import grace
 from grace.strategy import schema
 from grace.strategy.plan import ShardPlan
+from tests.support.pools import on_ranks
 from tests.support.strategies import (
     Tables,
     built_for,
@@ -22,8 +23,6 @@ from tests.support.strategies import (
     whole,
 )
 from tests.support.training import digest
-
-pytestmark = pytest.mark.ranks
 
 SECONDS = 30
 
@@ -146,22 +145,14 @@ def test_what_is_no_strategy(two_ranks, given):
     check_refused(answers_of(two_ranks, [given] * 2))
 
 
-def sparse_in_the_strategy_only():
+@on_ranks()
+def test_a_variable_that_is_sparse_in_the_strategy_only():
     """The model's embedding is dense, but the strategy says that it is sparse."""
     strategy = strategy_of(whole("t.weight", (5, 2), ShardPlan(), sparse=True), size=grace.size())
     model = Tables({}, {"t": (5, 2)})
     model.t.sparse = False
-    try:
+    with pytest.raises(grace.GraceError, match=r"'t.weight'.*sparse"):
         executed(model, strategy)
-    except grace.GraceError as error:
-        return str(error)
-    return ""
-
-
-def test_a_variable_that_is_sparse_in_the_strategy_only(two_ranks):
-    for message in two_ranks.run(sparse_in_the_strategy_only, timeout=SECONDS):
-        assert "'t.weight'" in message
-        assert "sparse" in message
 
 
 def test_a_step_after_the_hand_out_is_the_strategys(two_ranks, tmp_path):

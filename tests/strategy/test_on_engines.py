@@ -5,9 +5,9 @@ import functools
 import pytest
 
 import grace
-from tests.support.pools import launched
+from tests.support.pools import launched, on_ranks
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
-from tests.support.training import digest, state_of
+from tests.support.training import digest, refusal, state_of
 
 pytestmark = pytest.mark.ranks
 
@@ -31,15 +31,6 @@ def trained(builder, compressor):
 
 def everything(builder):
     return {compressor: trained(builder, compressor) for compressor in COMPRESSORS}
-
-
-def without_a_file():
-    """Return the error of a strategy that rank 0 has not."""
-    try:
-        executed(mixed(), "/nowhere/s.yaml" if grace.rank() == 0 else "parallax")
-    except grace.GraceError as error:
-        return str(error)
-    return ""
 
 
 @functools.cache
@@ -66,7 +57,8 @@ def test_builders_give_what_they_give_over_torch_distributed(name, builder):
     assert_close(answers[0]["none"][0], on_the_mean(mixed(), 2, range(4)))
 
 
-def test_a_missing_file_stops_all_ranks(name):
-    first, second = launched(name, 2).run(without_a_file)
-    assert first.startswith("/nowhere/s.yaml: cannot be read")
-    assert "rank 0 refused to start: /nowhere/s.yaml: cannot be read" in second
+@on_ranks(engine=("horovodrun-gloo", "mpirun-mpi"))
+def test_a_missing_file_stops_all_ranks():
+    file = "/nowhere/s.yaml: cannot be read"
+    said = refusal(executed, mixed(), "/nowhere/s.yaml" if grace.rank() == 0 else "parallax", kind=grace.GraceError)
+    assert said.startswith(file if grace.rank() == 0 else f"rank 0 refused to start: {file}")

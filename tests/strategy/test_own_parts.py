@@ -44,7 +44,6 @@ def test_a_registered_communicator_carries_what_a_strategy_gives_it(engine):
         assert sync == {"type": "in_pieces", "group": sync["group"], "most": 50}
 
 
-@pytest.mark.ranks
 def test_a_file_and_a_builder_of_the_users_mean_the_same(two_ranks, tmp_path):
     rule = {"match": {}, "sync": {"type": "in_pieces", "most": 16}, "compressor": "topk(ratio=0.5)"}
     document = {"version": 1, "cluster": {"world_size": 2}, "rules": [rule]}
@@ -54,7 +53,6 @@ def test_a_file_and_a_builder_of_the_users_mean_the_same(two_ranks, tmp_path):
     assert first[0][1:] == second[0][1:]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "unknown"),
     [("pieces_of", "communicator 'in_pieces'"), ("all_reduce(compressor=whole)", "compressor 'whole'")],

@@ -9,6 +9,7 @@ from grace.core.variable import Variable
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.predicted_bytes import payload_bytes
 from tests.support.pairwise import pairwise
+from tests.support.pools import on_ranks
 from tests.support.strategies import (
     BUILDERS,
     Tables,
@@ -24,8 +25,6 @@ from tests.support.strategies import (
     whole,
 )
 from tests.support.training import made_up
-
-pytestmark = pytest.mark.ranks
 
 DENSE = {"w": (13, 6), "v": (40,), "s": (), "e": (0, 3)}
 STEPS = 3
@@ -136,7 +135,9 @@ def test_where_the_data_decide_the_table_is_an_upper_bound(ranks, kind, compress
     check(strategy, ranks.run(counted, strategy, True), exact=False)
 
 
-def averaged(period):
+@pytest.mark.parametrize("period", [1, 3])
+@on_ranks(2, 3)
+def test_averages_now_and_then(period):
     own = ShardPlan(Sync("none", period=period))
     model = Tables({"w": (5, 4)}, {"t": (6, 2)})
     strategy = strategy_of(cut("w", (5, 4), [own, reduced(0)], 0, (2, 3)), whole("t.weight", (6, 2), own, True))
@@ -145,16 +146,10 @@ def averaged(period):
         optimizer.zero_grad()
         model.backward({"w": np.ones((5, 4), np.float32), "t": (np.array([1]), np.ones((1, 2), np.float32))})
         optimizer.step()
-    return strategy, optimizer.traffic
-
-
-@pytest.mark.parametrize("period", [1, 3])
-def test_averages_now_and_then(ranks, period):
-    for rank, (strategy, traffic) in enumerate(ranks.run(averaged, period)):
-        assert traffic.payload_bytes["w/part_0"] == 6 / period * 32
-        assert traffic.payload_bytes["t.weight"] == 6 / period * 48
-        said = 6 * sent_by_rank(strategy)[rank]
-        assert said <= traffic.sent_bytes <= said + 2 * traffic.header_bytes + 6 * len(strategy.plans)
+    traffic, said = optimizer.traffic, 6 * sent_by_rank(strategy)[grace.rank()]
+    assert traffic.payload_bytes["w/part_0"] == 6 / period * 32
+    assert traffic.payload_bytes["t.weight"] == 6 / period * 48
+    assert said <= traffic.sent_bytes <= said + 2 * traffic.header_bytes + 6 * len(strategy.plans)
 
 
 def test_the_shares_of_each_synchronization():

@@ -55,7 +55,6 @@ def test_builders_weigh_destinations_by_the_bandwidth_of_the_file(cluster, engin
         assert_close(values, wanted)
 
 
-@pytest.mark.ranks
 def test_without_a_file_all_destinations_weigh_the_same(two_ranks):
     assert two_ranks.run(trained, None, None)[0][0] == {0, 1}
 
@@ -78,7 +77,6 @@ class Knowing(Builder):
         return self.strategy([VariablePlan(v, (self.reduced(v, int(v is first)),)) for v in variables], resources)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("told", [True, False])
 def test_an_own_builder_is_told_of_nodes_devices_and_what_the_model_knows(two_ranks, cluster, told):
     destinations, _ = two_ranks.run(trained, None, cluster if told else None, Knowing())[0]
@@ -95,7 +93,6 @@ def refused(given, strategy, resources):
     return said, trained(None, resources)[0]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("text", "strategy", "message"),
     [

@@ -33,7 +33,6 @@ def trained(how):
     return weights(model)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("engine", "how"),
     [("gloo", "mixed"), ("gloo", "all_reduce(hierarchical=true, chunk_size=2)"), ("mpirun-mpi", "mixed")],
@@ -45,7 +44,6 @@ def test_the_mean_is_that_of_all_ranks_whatever_each_variables_structure(engine,
     return digest(found)
 
 
-@pytest.mark.ranks
 @on_ranks(3)
 def test_a_communicator_of_the_users_can_be_hierarchical():
     rule = {"match": {}, "sync": {"type": "in_pieces", "most": 50, "hierarchical": True}}
@@ -84,7 +82,6 @@ def step(model, optimizer, number, leave_out=False):
         optimizer.step()
 
 
-@pytest.mark.ranks
 @on_ranks(3)
 def test_only_leaders_compress_what_is_hierarchical_and_all_ranks_the_rest():
     model, optimizer = pair()
@@ -93,7 +90,6 @@ def test_only_leaders_compress_what_is_hierarchical_and_all_ranks_the_rest():
     assert 20 < int((model.flat != 0).sum()) <= 30
 
 
-@pytest.mark.ranks
 @on_ranks(3)
 def test_a_run_is_resumed_bit_for_bit_with_the_same_structure_only():
     model, optimizer = pair()
@@ -112,7 +108,6 @@ def test_a_run_is_resumed_bit_for_bit_with_the_same_structure_only():
     return digest(weights(model))
 
 
-@pytest.mark.ranks
 @on_ranks(3)
 def test_a_rank_that_leaves_a_step_out_is_noticed_by_all():
     model, optimizer = pair()
@@ -126,7 +121,6 @@ def test_a_rank_that_leaves_a_step_out_is_noticed_by_all():
     refusal(steps, kind=grace.errors.StepError)
 
 
-@pytest.mark.ranks
 @on_ranks(3)
 def test_an_overflow_of_either_structure_reaches_all_ranks_and_no_memory():
     """Rank 1 has a NaN in one of the two variables."""
@@ -141,7 +135,6 @@ def test_an_overflow_of_either_structure_reaches_all_ranks_and_no_memory():
         optimizer.close()
 
 
-@pytest.mark.ranks
 @on_ranks(2, engine="horovodrun-gloo")
 def test_horovod_decides_itself_and_its_own_switch_is_named():
     said = refusal(trained, "mixed")

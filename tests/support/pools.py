@@ -51,7 +51,8 @@ def on_ranks(
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run a test's body on every rank: what it returns, if anything, must be the same on all of them.
 
-    A test that has a parameter ``engine`` or ``size`` says by that whose ranks they are, and how many.
+    A test that has a parameter ``engine`` or ``size`` says by that whose ranks they are, and how many. It gets the
+    mark ``ranks``.
 
     Args:
         sizes: how many ranks there are (2); with several the test is run once for each.
@@ -78,7 +79,7 @@ def on_ranks(
         for name, values in several.items():
             ids = [f"{value}ranks" if name == "size" else value for value in values]
             test = pytest.mark.parametrize(name, values, ids=ids)(test)
-        return test
+        return pytest.mark.ranks(test)
 
     return decorate
 

@@ -51,6 +51,19 @@ class Net(torch.nn.Module):
         return self.scale * self.head(torch.relu(self.hidden(x)))
 
 
+class Branches(torch.nn.Module):
+    """A layer that all ranks use, ``extra``, which one rank uses, and ``idle``, which nobody uses."""
+
+    def __init__(self, user: int):
+        super().__init__()
+        self.shared, self.extra, self.idle = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.user = user
+
+    def forward(self, x):
+        x = self.shared(x)
+        return self.extra(x) if grace.rank() == self.user else x
+
+
 def net(seed: int = 0, make: Callable[[], torch.nn.Module] = Net) -> torch.nn.Module:
     """A model whose start values depend on the seed alone."""
     torch.manual_seed(seed)

@@ -264,7 +264,6 @@ def test_an_older_torch_is_refused(monkeypatch):
         capture(Net(plain), (torch.ones(8, 8),))
 
 
-@pytest.mark.ranks
 @on_ranks()
 def test_a_hook_on_one_rank_is_refused_on_all():
     """One rank alone watches a parameter; a model that nobody watches has its gradients."""

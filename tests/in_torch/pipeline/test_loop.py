@@ -15,8 +15,6 @@ from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, own_batch
 from tests.support.pools import on_ranks
 from tests.support.training import digest, refusal
 
-pytestmark = pytest.mark.ranks
-
 
 def own_rows(engine, name, step):
     args, kwargs, target = own_batch(engine, name, step)
@@ -117,8 +115,7 @@ def test_clipping_is_that_of_the_whole_model(kind):
     assert close(gradients(engine), {key: p.grad for key, p in model.named_parameters()})
 
 
-def test_norms_of_float64_are_computed_in_float64():
-    grace.init("local")
+def test_norms_of_float64_are_computed_in_float64(local):
     x, y = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2), torch.ones(3, 1, dtype=torch.float64)
     model = torch.nn.Linear(2, 1, dtype=torch.float64)
     engine = grace.torch.Pipeline(model, x, torch.nn.functional.mse_loss, optimizer=sgd, profiles=False)
@@ -126,7 +123,6 @@ def test_norms_of_float64_are_computed_in_float64():
     gradients = [p.grad.clone() for p in model.parameters()]
     norm = torch.nn.utils.get_total_norm(gradients)
     assert float(engine.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=1e-14)
-    grace.shutdown()
 
 
 @pytest.mark.parametrize("kind", [2.0, float("inf")])

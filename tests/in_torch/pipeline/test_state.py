@@ -11,7 +11,6 @@ from tests.support.pipelines import batch, loss_fn, made, pipeline, run_steps, s
 from tests.support.pools import on_ranks
 from tests.support.training import digest, refusal
 
-pytestmark = pytest.mark.ranks
 TOPK = "topk(ratio=0.3)"
 
 

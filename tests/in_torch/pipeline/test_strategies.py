@@ -15,7 +15,6 @@ from tests.support.pipelines import made, pipeline, run_steps
 from tests.support.pools import on_ranks
 from tests.support.training import digest, refusal
 
-pytestmark = pytest.mark.ranks
 NAME = "TiedEmbedding"
 CUT = {"cuts": ["embedding"], "replicas": 2, "microbatches": 2}
 """The embedding on one stage, and the head, which is the same parameter, on the other."""

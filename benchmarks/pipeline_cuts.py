@@ -32,7 +32,7 @@ from grace.pipeline.planning.blocks import cut_at
 from grace.pipeline.planning.graph import Graph
 from grace.pipeline.planning.search import space_of
 from grace.pipeline.torch.node_costs import build_graph
-from grace.planner.links import measure_network
+from grace.planner.measure_network import measure_network
 from grace.planner.network import Links, Network
 from grace.planner.step_timer import undisturbed
 from grace.torch import Pipeline

@@ -32,7 +32,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, GraceError, installed, require
 from grace.planner.auto_planner import measure_methods
 from grace.planner.costs import CodecCost, Curve
-from grace.planner.links import measure_network, oversubscription
+from grace.planner.measure_network import measure_network, oversubscription
 from grace.planner.network import MeasuredNetwork
 from grace.session.agreement import failing_together, gather_or_raise
 

@@ -17,7 +17,7 @@ from grace.planner.error_budget import ErrorModel
 from grace.planner.exchange_costs import Costs, codec_key
 from grace.planner.explain import plan_of
 from grace.planner.greedy import Candidate, find_candidates
-from grace.planner.links import measure_network, oversubscription
+from grace.planner.measure_network import measure_network, oversubscription
 from grace.planner.problem import Problem, methods_of
 from grace.planner.step_simulation import Timeline
 from grace.session.agreement import gather_or_raise

@@ -516,7 +516,7 @@ class StepRunner:
         An error rolls back instead (:meth:`abort`). State that lives longer than a step has owners of its own: that
         of delayed round trips is committed when they encode, because nothing can stop their payloads
         (:mod:`grace.exchange.delayed`); that of outer rounds when a round ends (:mod:`grace.session.outer_rounds`); and
-        FSDP's reduce-scatter closes its own steps (``grace.torch.reduce_scatter``).
+        FSDP's reduce-scatter closes its own steps (``grace.torch.fsdp_reduce_scatter``).
         """
         keep = not discarded and not any([outcome.overflow for outcome in outcomes])
         # There is nothing to wait with after a rollback, or if nothing was exchanged.

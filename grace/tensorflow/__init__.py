@@ -14,11 +14,11 @@ from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.tensorflow.callbacks import AnchorCallback, BroadcastCallback, MetricAverageCallback, TrafficCallback
 from grace.tensorflow.collectives import allgather, allreduce, broadcast
+from grace.tensorflow.lr_warmup import LearningRateWarmupCallback
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.saving import load_model, save_model
 from grace.tensorflow.tape import DistributedGradientTape, GradientExchange
 from grace.tensorflow.variables import broadcast_variables
-from grace.tensorflow.warmup import LearningRateWarmupCallback
 
 __all__ = [
     "AnchorCallback",

@@ -15,15 +15,15 @@ from grace.communicators import *  # noqa: F403 (a new one needs no line here)
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
-from grace.torch.all_gather import AllGatherState, compress_all_gather
 from grace.torch.collectives import allgather, allreduce, broadcast
 from grace.torch.cuda_graphs import capture
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.distributed_checkpoint import Memories
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
+from grace.torch.fsdp_all_gather import AllGatherState, compress_all_gather
+from grace.torch.fsdp_reduce_scatter import ReduceScatterState, compress_reduce_scatter
 from grace.torch.initial_sync import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.optimizer import DistributedOptimizer
-from grace.torch.reduce_scatter import ReduceScatterState, compress_reduce_scatter
 
 __all__ = [
     "AllGatherState",

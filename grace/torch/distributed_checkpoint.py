@@ -7,7 +7,7 @@ from grace.errors import ConfigError
 from grace.session import checkpoint
 from grace.torch.ddp import DDPState
 from grace.torch.fsdp import FSDPState
-from grace.torch.reduce_scatter import ReduceScatterState
+from grace.torch.fsdp_reduce_scatter import ReduceScatterState
 from grace.torch.state_dict import INNER, StateMixin, load_memories, pack_state
 
 KEY = "all_ranks"

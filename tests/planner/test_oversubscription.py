@@ -13,7 +13,7 @@ from grace.planner import auto_planner
 from grace.planner.codecs import MeasuredMethod
 from grace.planner.costs import CodecCost, Cost
 from grace.planner.exchange_costs import codec_key
-from grace.planner.links import cores, oversubscription
+from grace.planner.measure_network import cores, oversubscription
 from grace.planner.step_simulation import Timeline
 from grace.strategy.choices import Choices
 

@@ -18,7 +18,7 @@ from grace.core import documents
 from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError, GraceError, shortened
-from grace.planner.links import cores
+from grace.planner.measure_network import cores
 
 FORMAT = 1
 """Format of the file; a later one is refused."""

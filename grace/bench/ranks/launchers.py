@@ -16,7 +16,7 @@ from grace.bench.common.ending import WorkerError
 from grace.bench.link.emulation import Link
 from grace.errors import ConfigError, MissingExtraError, installed
 from grace.launch.processes import end
-from grace.planner.links import cores
+from grace.planner.measure_network import cores
 
 ENGINES = ("torch", "horovod", "mpi")
 LOOPBACK = "127.0.0.1"

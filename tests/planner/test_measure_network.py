@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import grace
+import grace.planner.measure_network as measuring
 from grace.backends.simulated import SimulatedRanks
 from grace.core.backend import Handle, LocalBackend
 from grace.errors import RankError
 from grace.kernels.reference import Kernels
-from grace.planner import links
-from grace.planner.links import measure_network
+from grace.planner.measure_network import measure_network
 from grace.planner.network import KINDS
 from tests.support.passing import Passing
 
@@ -23,14 +23,14 @@ SMALL = (1024, 1 << 16)
 def clock(monkeypatch):
     """Time passes while something sleeps, so that a busy machine changes nothing."""
     found = Passing()
-    monkeypatch.setattr(links, "time", found)
+    monkeypatch.setattr(measuring, "time", found)
     monkeypatch.setitem(globals(), "time", found)
     return found
 
 
 def only(sizes, kinds=("allreduce",)):
     """Measure so many sizes and kinds."""
-    return mock.patch.multiple(links, SIZES=sizes, KINDS=kinds)
+    return mock.patch.multiple(measuring, SIZES=sizes, KINDS=kinds)
 
 
 class Wire(SimulatedRanks):
@@ -125,7 +125,7 @@ def test_the_share_of_computing_that_a_collective_takes_is_measured(clock, monke
         clock.sleep(1e-5 * calls * (4 if backend.under_way else 1))
         return 1e-5 * calls * (4 if backend.under_way else 1)
 
-    monkeypatch.setattr(links._Timing, "_compute", compute)
+    monkeypatch.setattr(measuring._Timing, "_compute", compute)
     assert measure_network(backend, 2.0).contention == {"allreduce": 0.0, "allgather": 0.75}
 
 
@@ -138,7 +138,7 @@ class OnDevice(np.ndarray):
 @only((1_000_000,))
 @pytest.mark.usefixtures("clock")
 def test_on_a_device_nothing_is_taken(monkeypatch):
-    monkeypatch.setattr(links._Timing, "_compute", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(measuring._Timing, "_compute", mock.Mock(side_effect=AssertionError))
     assert measure_network(Wire(2), 0.5, lambda array: array.view(OnDevice)).contention == {"allreduce": 0.0}
 
 

@@ -53,7 +53,7 @@ class Sigterm:
         does not."""
         while os.read(self.receive, 1) != bytes([signal.SIGTERM]) or not self.is_installed:
             pass
-        bucket = self.backend.began
+        bucket = self.backend.last_started
         last = "" if bucket is None else f"; the last exchange that it began is that of {bucket.describe()}"
         # In one piece: the main thread may print its error meanwhile.
         print(f"{self.message}{last}\n", end="", file=sys.stderr, flush=True)

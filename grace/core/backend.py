@@ -97,7 +97,7 @@ class Backend(abc.ABC):
     """Class of the error that is raised when the engine fails."""
     framework: ClassVar[str] = ""
     """The only framework whose tensors the backend moves; empty if it moves any."""
-    began: ClassVar[Any] = None
+    last_started: ClassVar[Any] = None
     """The bucket whose exchange last started a collective, over any backend of this process."""
     started: int = 0
     """Number of collectives that exchanges have started over this backend."""

@@ -86,7 +86,7 @@ class FusedCodec(PerVariableCodec):
         """Distance of each piece's addresses from the variable's in bytes, by the columns of ``DoubleBuffer.rows``."""
         self.fused = self.means_fused = False
         """True if this step's wires, and its means, were written in one pass."""
-        self.sum_of_means: Tensor | None = None
+        self.mean_buffer: Tensor | None = None
         self.means_wire: Tensor | None = None
         if self.mean_compression is not None:
             # Each variable's mean begins where kernels may read 16 bytes at once.
@@ -209,12 +209,12 @@ class FusedCodec(PerVariableCodec):
         supported."""
         assert self.mean_compression is not None
         k, residuals = self.kernels, self.mean_residuals
-        if self.sum_of_means is None:
-            self.sum_of_means = k.zeros((self.mean_room,), "float32", wires[0])
+        if self.mean_buffer is None:
+            self.mean_buffer = k.zeros((self.mean_room,), "float32", wires[0])
             self.means_wire = k.zeros((self.longest,), "uint8", wires[0])
-        sources, means = k.addresses(wires, "uint8"), k.addresses([self.sum_of_means])
+        sources, means = k.addresses(wires, "uint8"), k.addresses([self.mean_buffer])
         target = k.addresses([self.means_wire], "uint8")
-        if sources is None or target is None or means is None or not residuals.swap(self.sum_of_means):
+        if sources is None or target is None or means is None or not residuals.swap(self.mean_buffer):
             return None
         residuals.rows[:, GRADIENT] = outs = np.uint64(means[0]) + self.mean_offsets
         count, scale = self.context.size, self.context.loss_scale

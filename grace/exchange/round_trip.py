@@ -353,7 +353,7 @@ class RoundTrip:
         before = backend.sent_bytes
         backend.label = f"{self.bucket.label}.{self._position + 1}"
         # If a signal ends this rank, its last message names this bucket.
-        Backend.began = self.bucket
+        Backend.last_started = self.bucket
         backend.started += 1
         self._under_way = True
         if recorder.active is not None:
@@ -588,7 +588,7 @@ class RoundTrip:
             self._traced = None
 
     @property
-    def blocks(self) -> bool:
+    def only_waits(self) -> bool:
         """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
         return not self.handle.works or self.send_receive is not None
 

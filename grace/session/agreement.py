@@ -96,30 +96,30 @@ def failing_together(backend: Backend, what: str, failed: str = "refused to star
 
 
 def compare_facts(
-    backend: Backend, facts: Sequence[tuple[str, str]], error: BaseException | None = None, beside: Any = None
+    backend: Backend, facts: Sequence[tuple[str, str]], error: BaseException | None = None, extra: Any = None
 ) -> list[Any]:
     """Compare (what, value) facts over all ranks; a rank that failed to set up passes its error instead.
 
     Every rank must call this the same number of times, failed ones too, so that no rank waits in vain.
 
     Args:
-        beside: a small object that is gathered, but not compared.
+        extra: a small object that is gathered, but not compared.
 
     Returns:
-        every rank's ``beside``.
+        every rank's ``extra``.
 
     Raises:
         RankError: on every rank but the failed one, if some rank failed or the facts differ; the message
             names the first fact that differs and each side's value.
 
     >>> from grace.core.backend import LocalBackend
-    >>> compare_facts(LocalBackend(), [("variable w", "float32[3]")], beside="a word")
+    >>> compare_facts(LocalBackend(), [("variable w", "float32[3]")], extra="a word")
     ['a word']
     """
     # Ranks exchange digests, and the facts themselves, which are large, only if the digests differ. All ranks see that,
     # so all run the second collective.
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
-    answers = gather_or_raise(backend, "no strategy", (digest, beside), error)
+    answers = gather_or_raise(backend, "no strategy", (digest, extra), error)
     if any(other != digest for other, _ in answers):
         raise RankError(first_difference(backend.allgather_object(list(facts)), number_of=backend.number_of))
     return [given for _, given in answers]

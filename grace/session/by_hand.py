@@ -298,7 +298,7 @@ class ByHand:
                 bucket = self.buckets.get(tuple(v.name for v in group))
                 if bucket is not None:
                     _check_same(bucket, group)
-            checkpoint.undamaged(state["grace"], memory, BY_HAND)
+            checkpoint.without_damaged(state["grace"], memory, BY_HAND)
             _check_pieces(state["grace"], groups)
         except Exception as raised:
             error = raised

@@ -42,7 +42,7 @@ from grace.session.state_schema import SavedState, ValuesByKind
 from grace.session.step_runner import StepRunner
 
 MODES = ("strict", "keep", "reset")
-WITHOUT = (
+NO_GRACE_ENTRY = (
     "the checkpoint has no 'grace' entry: it was saved by a plain optimizer, or without the optimizer's state. To "
     "start with empty memories call "
 )
@@ -79,7 +79,7 @@ def _assemble_state(runner: StepRunner) -> SavedState:
         "hierarchical": runner.hierarchical,
         "shared": shared(runner),
         "state": runner.state(),
-        "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
+        "pending": [{name: mean_to_saved(value) for name, value in step.items()} for step in pending],
         **({"plan": plan} if plan else {}),
         **({"part": runner.shard_label} if runner.shard_label else {}),
     }
@@ -239,16 +239,17 @@ def load(
     runner: StepRunner,
     read: Callable[[], SavedState | None],
     memory: str = "strict",
-    inside: Callable[[SavedState], SavedState] = lambda saved: saved,
-    beside: Sequence[Backend] = (),
+    to_framework: Callable[[SavedState], SavedState] = lambda saved: saved,
+    other_backends: Sequence[Backend] = (),
 ) -> None:
     """Restore a checkpoint by the rules of this module; nothing changes if a rank refuses it. Every rank must call it.
 
     Args:
         read: returns the saved state; it raises an error if that cannot be read, or if a step is under way that the
             runner does not know.
-        inside: converts the saved state to the tensors that the exchange computes with.
-        beside: backends over other groups of ranks that must load, or refuse, together; see :func:`compare_everywhere`.
+        to_framework: converts the saved state to the tensors that the exchange computes with.
+        other_backends: backends over other groups of ranks that must load, or refuse, together; see
+            :func:`compare_everywhere`.
 
     Raises:
         ConfigError: the checkpoint has no state, or it belongs to other components, another rank or
@@ -259,11 +260,11 @@ def load(
     saved, loaded, error = None, None, None
     try:
         saved = read()
-        loaded = prepare(runner, saved, memory, inside)
+        loaded = prepare(runner, saved, memory, to_framework)
     except Exception as raised:
         error = raised
     # A rank that raised before this collective would let the others wait in it.
-    compare_everywhere([runner.backend, *beside], saved, memory, error)
+    compare_everywhere([runner.backend, *other_backends], saved, memory, error)
     assert loaded is not None
     drop_where_others_did(runner, loaded, memory)
     apply(runner, loaded)
@@ -307,7 +308,7 @@ def compare(
     memory: str,
     error: BaseException | None = None,
     one_save: bool = True,
-    beside: Sequence[SavedState] = (),
+    other_states: Sequence[SavedState] = (),
 ) -> None:
     """Compare the checkpoints that ranks are about to load. Every rank must call it, with its error if it refused.
 
@@ -318,7 +319,7 @@ def compare(
         error: this rank's error, if it refused the checkpoint.
         one_save: True if the ranks exchange with each other, so that their states have one id; else only the step
             must be equal.
-        beside: checkpoints of other runners in the same save, which were checked before.
+        other_states: checkpoints of other runners in the same save, which were checked before.
 
     Raises:
         RankError: another rank refused its checkpoint, or the checkpoints are not of one save.
@@ -334,7 +335,7 @@ def compare(
         if one_save:
             known += [f"of {saved['size']} ranks", f"of the save {saved['id']}"]
         known.append(f"with memory={memory!r}")
-        for other in beside:
+        for other in other_states:
             known += [f"of step {other['step']}", f"of the save {other['id']}"]
         facts = [f"a checkpoint {fact}" for fact in known]
     received = gather_or_raise(backend, "a checkpoint", facts, error, "did not load its checkpoint")
@@ -352,24 +353,24 @@ def prepare(
     runner: StepRunner,
     saved: SavedState | None,
     memory: str = "strict",
-    inside: Callable[[SavedState], SavedState] = lambda saved: saved,
+    to_framework: Callable[[SavedState], SavedState] = lambda saved: saved,
 ) -> Loaded:
     """Validate a saved state, and return the values that :func:`load` applies; change nothing.
 
     Args:
-        runner, memory, inside: see :func:`load`.
+        runner, memory, to_framework: see :func:`load`.
         saved: the saved state; None if a plain optimizer saved the checkpoint.
     """
     check_mode(memory)
     check_settled(runner)
     if saved is None:
         if memory == "strict":
-            raise ConfigError(WITHOUT + runner.context.api_names.reset)
+            raise ConfigError(NO_GRACE_ENTRY + runner.context.api_names.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
     strict = memory == "strict"
     how = runner.context.api_names.otherwise
-    saved, dropped = undamaged(saved, memory, runner.context.api_names)
+    saved, dropped = without_damaged(saved, memory, runner.context.api_names)
     loaded = Loaded(saved["step"], saved["id"], float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
@@ -380,7 +381,7 @@ def prepare(
             raise ConfigError(f"{why}. Let every rank load its own, {how}")
         loaded.dropped.append(why)
         return loaded
-    saved = inside(saved)
+    saved = to_framework(saved)
     saved = state_schema.rename_variables(saved, list(runner.shards_of))
     context = runner.context
     now = runner.name
@@ -412,7 +413,7 @@ def prepare(
     return loaded
 
 
-def undamaged(saved: SavedState, memory: str, calls: ApiNames) -> tuple[SavedState, list[str]]:
+def without_damaged(saved: SavedState, memory: str, calls: ApiNames) -> tuple[SavedState, list[str]]:
     """Return a state without damaged values, and descriptions of these values (which only ``memory="keep"`` drops).
 
     A caller that splits a state, or joins several, must use the state that this function returns, and seal the result.
@@ -474,7 +475,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         runner.run_id = f"{zlib.crc32(f'{runner.run_id} {loaded.id}'.encode()):08x}"  # later saves need other ids
         runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
     # After the loss scale is set, in whose units the means are.
-    runner.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
+    runner.restore_pending([{name: mean_from_saved(value) for name, value in step.items()} for step in loaded.pending])
     runner.on_resume()
 
 
@@ -491,13 +492,13 @@ def check_mode(memory: str) -> None:
         raise ConfigError(f"memory must be 'strict', 'keep' or 'reset', not {memory!r}")
 
 
-def plain(value: Gradient) -> Tensor | dict[str, Tensor]:
+def mean_to_saved(value: Gradient) -> Tensor | dict[str, Tensor]:
     """Return a mean in the form that is saved: rows become a dict of tensors."""
     return {"values": value.values, "rows": value.rows} if isinstance(value, SparseRows) else value
 
 
-def rich(value: Tensor | dict[str, Tensor]) -> Gradient:
-    """Return a mean from its saved form; the inverse of :func:`plain`."""
+def mean_from_saved(value: Tensor | dict[str, Tensor]) -> Gradient:
+    """Return a mean from its saved form; the inverse of :func:`mean_to_saved`."""
     return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
 
 

@@ -229,7 +229,7 @@ class StepRunner:
             RankError: they differ; the message names the first difference.
         """
         mine = self._leases.free_channels(), secrets.token_hex(4), node_name()
-        received = compare_facts(self.backend, [*self.settings, *self.facts()], beside=mine)
+        received = compare_facts(self.backend, [*self.settings, *self.facts()], extra=mine)
         self._leases.free_of_ranks = [free for free, _, _ in received]
         self._nodes = self._nodes or [node for _, _, node in received]
         self.run_id = received[0][1]  # rank 0's, on all ranks

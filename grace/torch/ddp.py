@@ -481,7 +481,7 @@ class DDPState:
                 pass
         for trip in trips:
             assert isinstance(trip, RoundTrip)
-            if trip.blocks:  # a communicator of the user's own, or a single process: there is no future to wait for
+            if trip.only_waits:  # a communicator of the user's own, or a single process: there is no future to wait for
                 trip.wait()
             else:
                 works += trip.handle.works

@@ -194,7 +194,7 @@ class ReduceScatterState(ShardGroupState):
             )
         calls = self.context.api_names
         opened = [from_file_format(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
-        states, dropped = zip(*[checkpoint.undamaged(one, memory, calls) for one in opened], strict=True)
+        states, dropped = zip(*[checkpoint.without_damaged(one, memory, calls) for one in opened], strict=True)
         self.check_choice(states[0], memory)
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:

@@ -56,7 +56,7 @@ class Log:
 
     def noted(self, collective, share):
         def call(tensor, root=None):
-            group = self.backend.began
+            group = self.backend.last_started
             program = getattr(group, "program", None)
             # what is no payload: statuses and padding
             header = tensor.nbytes - program.codec.layouts[0].total if program is not None else 0

@@ -237,7 +237,7 @@ def load_optimizer_state_dict(
     except Exception as raised:  # the comparison raises it on all ranks
         error = raised
     # All ranks get one document. They compare it, and then the ranks of each stage load their part of it.
-    checkpoint.compare(backend, kinds[0] if kinds else None, memory, error, beside=kinds[1:])
+    checkpoint.compare(backend, kinds[0] if kinds else None, memory, error, other_states=kinds[1:])
     if gradients.has_optimizer:
         part = own_state["grace"]
         name = optimizer._grace.runner.name
@@ -356,7 +356,7 @@ def _undamaged_states(saved: object, memory: str) -> tuple[list[SavedState], lis
     states = list[SavedState]()
     dropped = list[str]()
     for one in kinds:
-        whole, left_out = checkpoint.undamaged(one, memory, TORCH)
+        whole, left_out = checkpoint.without_damaged(one, memory, TORCH)
         if "ranks" not in whole or "pieces" not in whole:
             raise ConfigError("the checkpoint's 'grace' entry is of one rank, and a pipeline's is of all: save that of "
                               "engine.optimizer_state_dict()")  # fmt: skip

@@ -26,7 +26,7 @@ Status = float | Tensor
 """Status of a variable: a number, or a 0-d tensor on the device."""
 Stamps = Sequence[float] | Tensor
 """Numbers of step stamps, or a tensor of them on the device."""
-WIRE_FORMAT = 3
+WIRE_FORMAT = 4
 """Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""
 DTYPES, SIZE_BITS = list(ITEM_SIZE), 48
 """Dtypes by their codes in :meth:`Layout.sizes`, from 1, and the bits of a first dimension, above which a code stands.

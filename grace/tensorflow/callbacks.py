@@ -162,10 +162,15 @@ class TrafficCallback(keras.callbacks.Callback):
     Args:
         source: an object with ``metrics()``, such as a :class:`~grace.tensorflow.GradientExchange`; the model's
             optimizer, or all distributed ones in it, if left out.
+
+    Raises:
+        ConfigError: the source has no ``metrics()``.
     """
 
     def __init__(self, source: "Session | keras.optimizers.Optimizer | None" = None):
         super().__init__()
+        if source is not None and not hasattr(source, "metrics"):
+            raise ConfigError(f"TrafficCallback takes what has metrics(), such as a GradientExchange, not {source!r}")
         self.source = source
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -74,3 +74,5 @@ def test_traffic_of_a_plain_optimizer_is_refused(local):
     model.compile("sgd", "mse")
     with pytest.raises(grace.ConfigError, match="TrafficCallback logs the traffic of a distributed optimizer"):
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[grace.tensorflow.TrafficCallback()])
+    with pytest.raises(grace.ConfigError, match=r"takes what has metrics\(\), .* not 'x'"):
+        grace.tensorflow.TrafficCallback("x")

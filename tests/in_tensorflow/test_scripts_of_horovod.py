@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import grace
+from grace.backends.runtime import current
 from tests.support.tensorflow_training import on_horovod
 
 
@@ -66,7 +67,7 @@ def tried(folder):
         return model
 
     def same(model):
-        told = grace.tensorflow.callbacks.current().allgather_object(np.ravel(model.get_weights()[0]).tolist())
+        told = current().allgather_object(np.ravel(model.get_weights()[0]).tolist())
         return told[0] == told[1]
 
     def said(call):

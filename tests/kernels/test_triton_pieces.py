@@ -136,7 +136,7 @@ def test_pieces_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
         large = step == "large" and (spec == "none" or ranks[0].communicator.memory.stateful)
         assert overflown[0][:2] == [step == "overflow", large], step
     codecs = [one.bucket.program.codec for one in ranks]
-    by_kernels = [isinstance(codec, FusedCodec) and codec.by_kernels for codec in codecs]
-    assert by_kernels == [i == OTHER for i in range(RANKS)]
+    on_the_gpu = [isinstance(codec, FusedCodec) and codec.writes_headers for codec in codecs]
+    assert on_the_gpu == [i == OTHER for i in range(RANKS)]
     assert isinstance(others[0].bucket.program.codec, FusedCodec) or spec == "dynamic8" or "block" in spec
     assert ranks[OTHER].reads == [["read"]] * len(STEPS)

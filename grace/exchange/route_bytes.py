@@ -83,7 +83,7 @@ def predict_bytes(
         if leg.reduce_scatters or (before is not None and before.reduce_scatters):
             item = ITEM_SIZE[layout.dtype]
             nbytes += -nbytes % (engine.ranks * item) if headers else 0
-            # The leg behind one in parts carries each rank's sum of one part.
+            # The leg behind the first half of a reduce-scatter carries each rank's sum of one part.
             nbytes /= 1 if leg.reduce_scatters else engine.ranks
         found.append(LegBytes(leg, float(nbytes), layout.dtype))
     if wires.moved is not None:

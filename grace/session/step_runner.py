@@ -37,7 +37,7 @@ AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
 
 @dataclass
 class SessionCallbacks:
-    """Functions of a session that its runner calls. The runner of a new plan takes them over.
+    """Functions and texts of a session that its runner uses. The runner of a new plan takes them over.
 
     Attributes:
         hyperparameters: returns the hyperparameters of the last step, as facts; the context has their digest.

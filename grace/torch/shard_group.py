@@ -73,10 +73,11 @@ class ShardGroupState:
         wire, _ = self.wires[key]
         number, status = divmod(int(wire.kernels.to_list(received[wire.statuses])[0]), 4)
         if number != self.numbers[key]:
-            others = [repr(name) for name, other in self.numbers.items() if other == number]
+            others = [repr(layout.name) for layout in self.layouts if self.numbers[layout.name] == number]
+            theirs = " or ".join(others) or "an unknown one"
             raise StepError(
                 f"rank {backend.number_of(backend.rank)} is at module {key!r}, and rank {backend.number_of(sender)} "
-                f"sent its part of {others[0] if others else 'none'}: all ranks of a shard group must run the same "
+                f"sent its part of {theirs}: all ranks of a shard group must run the same "
                 "modules in the same order, also a layer that only some of them need"
             )
         return status == PRESENT

@@ -92,8 +92,8 @@ class Pipeline:
             many replicas of all stages, or "global" where ``replicas`` gives stages different numbers.
         grad_scaler: a ``torch.amp.GradScaler``.
         whole: names of inputs that have no rows, though their first dimension has as many elements as the batch.
-        profiles: the file of measured seconds; by default one in the user's cache. False uses
-            none: operations are measured once in this process.
+        profiles: the file of measured seconds; by default one in the user's cache. False uses none:
+            operations are measured once in this process.
         init: for a model on ``meta``, a function that is called with each module whose tensors were made on this rank,
             and fills them; the module's ``reset_parameters()`` if left out.
         options: further ones of :func:`grace.DistributedOptimizer`: op, gradient_predivide_factor, seed, bucket_bytes,

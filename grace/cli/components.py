@@ -268,11 +268,11 @@ def _trait_sentences(compressor: Compressor) -> list[str]:
 def trained_lines(cls: type) -> list[str]:
     """Return a line for each optimizer: the relative loss of training with a method beyond uncompressed training's.
 
-    >>> trained_lines(type("Mine", (), {"trained": {"mine(a=1)": {"sgd": 1.002}, "mine(a=9)": {"sgd": 1.2}}}))
+    >>> trained_lines(type("Mine", (), {"measured_loss": {"mine(a=1)": {"sgd": 1.002}, "mine(a=9)": {"sgd": 1.2}}}))
     ['sgd: mine(a=1) +0.2 %, close; mine(a=9) +20.0 %, behind', 'adamw: not measured']
     """
     lines = []
-    measured = vars(cls).get("trained", {})  # a class that inherits it was not measured
+    measured = vars(cls).get("measured_loss", {})  # a class that inherits it was not measured
     for optimizer in ("sgd", "adamw"):
         beyond = {spec: losses[optimizer] - 1 for spec, losses in measured.items() if optimizer in losses}
         found = [f"{spec} {100 * x:+.1f} %, {'close' if x <= CLOSE else 'behind'}" for spec, x in beyond.items()]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.constants import GAUSSIAN_STEPS, ROTATED
 
@@ -66,7 +66,7 @@ class Block(Accumulating):
 
     name = "block"
     offered = ("block(bits=4)",)
-    trained = {
+    measured_loss = {
         "block(bits=4)": {"adamw": 1.009, "sgd": 0.999},
         "block(bits=3)": {"adamw": 1.016, "sgd": 0.996},
         "block(bits=2)": {"adamw": 1.076, "sgd": 1.016},
@@ -171,7 +171,7 @@ class Block(Accumulating):
         cut = max(0.0, math.sqrt(n) - self.levels * step)
         return step**2 / 4 + max(0.0, cut**2 - step**2 / 4) / n
 
-    def bucket_codec(self) -> BucketCodec | None:
+    def bucket_codec(self) -> BucketCodecSpec | None:
         chosen = {"levels": self.levels, "bits": self.bits, "bucket_size": self.block_size, "norm": self.norm}
         chosen["nearest"] = self.rounding == "nearest"
         if self.format != "fp8" and not self.hadamard:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import BucketCodec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import BucketCodecSpec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
@@ -29,7 +29,7 @@ class Cast(Compressor):
 
     name = "cast"
     offered = ("fp16",)
-    trained = {"cast": {"sgd": 1.001}}
+    measured_loss = {"cast": {"sgd": 1.001}}
     traits = Traits(
         category="quantization",
         fixed_size="by shape",
@@ -57,7 +57,7 @@ class Cast(Compressor):
             return kernels_of(out).divide(out, payloads[0][0], count)
         return super().aggregate(payloads, ctx, out, count)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "numbers", {}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -84,7 +84,7 @@ class Dynamic8(Accumulating):
         codes, scale = payload
         return k.reshape(k.add_table(k.flat(out), codes, 8, TABLES[self.table], scale, weight), ctx)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "table", {"edges": EDGES[self.table], "entries": TABLES[self.table]}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -24,7 +24,7 @@ class EFSignSGD(Accumulating):
 
     name = "efsignsgd"
     offered = ("efsignsgd",)
-    trained = {"efsignsgd": {"adamw": 1.48, "sgd": 2.512}}
+    measured_loss = {"efsignsgd": {"adamw": 1.48, "sgd": 2.512}}
     traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="efsignsgd"
     )
@@ -40,7 +40,7 @@ class EFSignSGD(Accumulating):
         bits, scale = payload
         return k.reshape(k.add_signs(k.flat(out), bits, scale, weight), ctx)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "signs", {"form": "scaled"}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

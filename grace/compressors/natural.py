@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -39,7 +39,7 @@ class Natural(Accumulating):
     def variance(self, n: int) -> float | None:
         return 1 / 8
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "powers", {}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import BucketCodec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import BucketCodecSpec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -48,7 +48,7 @@ class NoCompression(Compressor):
         total = super().aggregate(payloads, ctx, k.zeros(tuple(out.shape), wide, out), 1)
         return k.divide(out, total, count)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "numbers", {}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -43,7 +43,7 @@ class OneBit(Accumulating):
         bits, means = payload
         return k.reshape(k.add_table(k.flat(out), bits, 1, means, None, weight), ctx)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "signs", {"form": "sided"}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.constants import NARROW
 
@@ -45,7 +45,7 @@ class PowerSGD(Accumulating):
     offered = ("powersgd(rank=4)",)
     stateful = True
     shared_state = True
-    trained = {"powersgd(rank=4)": {"adamw": 1.116, "sgd": 1.125}}
+    measured_loss = {"powersgd(rank=4)": {"adamw": 1.116, "sgd": 1.125}}
     traits = Traits(
         category="low-rank",
         fixed_size="by shape",
@@ -94,7 +94,7 @@ class PowerSGD(Accumulating):
         if self.warm_start:
             self.state[name] = q
 
-    def bucket_codec(self) -> BucketCodec | None:
+    def bucket_codec(self) -> BucketCodecSpec | None:
         return ("low rank", {}) if self.rank <= NARROW else None
 
     def round_specs(self, shape: Shape, step: int) -> list[PayloadSpec | None]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -38,7 +38,7 @@ class QSGD(Accumulating):
 
     name = "qsgd"
     offered = ("qsgd",)
-    trained = {"qsgd": {"adamw": 1.002, "sgd": 0.994}, "qsgd(levels=7)": {"sgd": 0.981}}
+    measured_loss = {"qsgd": {"adamw": 1.002, "sgd": 0.994}, "qsgd(levels=7)": {"sgd": 0.981}}
     traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class QSGD(Accumulating):
             return bucket / (4 * self.levels**2)
         return min(bucket / self.levels**2, math.sqrt(bucket) / self.levels)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "levels", {
             "levels": self.levels,
             "bits": self.bits,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from grace.compressors.topk import kept_count
-from grace.core.compressor import BucketCodec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import BucketCodecSpec, Compressor, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
@@ -85,7 +85,7 @@ class RandomK(Compressor):
     def sent_indices(self, payload: Payload, ctx: DrawnIndices) -> Tensor | None:
         return ctx[1]
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "drawn", {"scaled": self.unbiased}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grace.compressors.signsgd import SignSGD
-from grace.core.compressor import BucketCodec, Compressor, Payload, Shape, Tensor
+from grace.core.compressor import BucketCodecSpec, Compressor, Payload, Shape, Tensor
 from grace.kernels import kernels_of
 
 
@@ -60,5 +60,5 @@ class Signum(SignSGD):
         """Store m."""
         self.state[name] = moment
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "signs", {"form": "moment"}

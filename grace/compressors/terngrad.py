@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from grace.core.compressor import Accumulating, BucketCodec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
+from grace.core.compressor import Accumulating, BucketCodecSpec, Payload, PayloadSpec, Shape, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -31,7 +31,7 @@ class TernGrad(Accumulating):
     clip: float = 2.5
 
     name = "terngrad"
-    trained = {"terngrad": {"adamw": 1.097, "sgd": 1.183}}
+    measured_loss = {"terngrad": {"adamw": 1.097, "sgd": 1.183}}
     traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class TernGrad(Accumulating):
         codes = k.unpack(packed, 2, n)
         return k.reshape(k.dequantize(k.flat(out), codes, scale, 1, max(1, n), weight), ctx)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "ternary", {"clip": float(self.clip)}
 
     def payload_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

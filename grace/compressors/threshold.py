@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressors.topk import kept_count
-from grace.core.compressor import BucketCodec, Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
+from grace.core.compressor import BucketCodecSpec, Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
@@ -58,7 +58,7 @@ class Threshold(Sparsifier):
         # abs: kernels compare bits, and those of -0 are not those of a magnitude
         return min(abs(self.value) * self.context.loss_scale, FLOAT32_MAX)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         return "largest above", {"least": self._least}
 
     def device_spec(self, shape: Shape, step: int) -> PayloadSpec | None:

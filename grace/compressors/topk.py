@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from grace.core.compressor import BucketCodec, Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
+from grace.core.compressor import BucketCodecSpec, Payload, PayloadSpec, Shape, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, decode, encode
 
@@ -41,7 +41,7 @@ class TopK(Sparsifier):
     """Sends the k = max(1, ratio n) entries of largest magnitude, with their indices, coded as
     their number makes smallest (int32, 16 bits or a bitmap).
 
-    Exact; of equal magnitudes the lower index is kept. ||x - C(x)||^2 <= (1 - k/n) ||x||^2, and error
+    The k are found exactly; of equal magnitudes the lower index is kept. ||x - C(x)||^2 <= (1 - k/n) ||x||^2, and error
     feedback makes it converge.
 
     With ``chunk`` it sends the c = max(1, ratio chunk) largest of each ``chunk`` elements, one after the other, and of
@@ -78,7 +78,7 @@ class TopK(Sparsifier):
     name = "topk"
     offered = ("topk(ratio=0.01)",)
     offered_for_tables = ("topk(ratio=0.001)",)
-    trained = {"topk(ratio=0.01)": {"adamw": 1.47, "sgd": 1.975}}
+    measured_loss = {"topk(ratio=0.01)": {"adamw": 1.47, "sgd": 1.975}}
     traits = Traits(category="sparsification", fixed_size="by shape", contraction=True, memory="residual")
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class TopK(Sparsifier):
         count = -(-kept_count(ratio, self.chunk) * n // self.chunk) if self.chunk else kept_count(ratio, n)
         return self._spec(n, count, self.chunk)
 
-    def bucket_codec(self) -> BucketCodec:
+    def bucket_codec(self) -> BucketCodecSpec:
         if not self.chunk:
             return "largest", {}
         return "largest of chunks", {

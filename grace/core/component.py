@@ -38,8 +38,8 @@ class Component:
     _binding: bool = False
     """True while :meth:`bind` runs, which stops it at parts that know each other."""
     _owner: Callable[[], object] | None = None
-    """Weak reference to the :class:`Owner` of the run that the component serves. It returns None when the run has
-    ended."""
+    """Weak reference to the :class:`ComponentOwner` of the run that the component serves. It returns None when the run
+    has ended."""
 
     def __new__(cls: type[C], *args: object, **options: object) -> C:
         """Create the object with a state and a context here, because users' classes may not call
@@ -117,8 +117,8 @@ class Component:
         return other
 
     def set_owner(self, owner: object) -> None:
-        """Make this component and its parts those of an :class:`Owner`. State that the steps of an ended owner left is
-        cleared.
+        """Make this component and its parts those of a :class:`ComponentOwner`. State that the steps of an ended owner
+        left is cleared.
 
         Raises:
             ConfigError: the component, or a part of it, has another owner that still lives.
@@ -237,7 +237,7 @@ def _components(name: str, value: object) -> Iterator[tuple[str, Component]]:
             yield from _components(f"{name}.{key}", item)
 
 
-class Owner:
+class ComponentOwner:
     """Owner of the components of one run, which nobody else may use while it exists.
 
     The run's runner keeps it alive.

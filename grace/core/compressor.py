@@ -22,7 +22,7 @@ Ctx = Any
 """Facts that decode any rank's payload of a variable, such as its shape or a seed. They stay on the rank."""
 AFTER_WARMUP = 1 << 62
 """A step after every warm-up, for which sizes are quoted."""
-BucketCodec = tuple[str, dict[str, object]]
+BucketCodecSpec = tuple[str, dict[str, object]]
 """Name of a codec of whole buckets, and its options."""
 FixedSize = Literal["by shape", "by shape and step", "by data"]
 FIXED_SIZES: tuple[str, ...] = get_args(FixedSize)
@@ -154,7 +154,7 @@ class Compressor(StatefulComponent):
     bounded: bool = False
     """True if payloads on a device are padded to one size, though payloads on the host vary: then the host need not
     wait for the number of elements."""
-    trained: ClassVar[Mapping[str, Mapping[str, float]]] = {}
+    measured_loss: ClassVar[Mapping[str, Mapping[str, float]]] = {}
     """Measured facts, for people: by spec and by optimizer ("sgd" with momentum, "adamw") the held-out loss of a
     character GPT (as ``grace bench train --task chargpt``: 70,000 parameters, about 900 steps, 2 ranks, three seeds) in
     units of that of ``none``. Empty where nobody measured."""
@@ -292,7 +292,7 @@ class Compressor(StatefulComponent):
         """Return the method with which a destination compresses the mean that it sends to all ranks: this one."""
         return self
 
-    def bucket_codec(self) -> BucketCodec | None:
+    def bucket_codec(self) -> BucketCodecSpec | None:
         """Return the name of the codec of whole buckets that gives the same bits, of
         :mod:`grace.kernels.numba.bucket_codecs` and :mod:`grace.kernels.triton.bucket_codecs`, and its options at
         this step; None if there is none for these parameters. A class that inherits it is not asked, because it may

@@ -101,7 +101,8 @@ def _has_units(value: Value) -> bool:
 class ErrorFeedback(Memory):
     """Memory of one residual per variable: x = a r + b g, then r = x - C(x). Write ``recall`` and ``keep``.
 
-    Exchanges of whole buckets compute this beside the payload, in the same pass.
+    For Grace's own memories a fused codec computes this beside the payload, in one pass over a bucket
+    (:mod:`grace.exchange.fused_codec`). A user's memory is called for each variable.
 
     >>> import numpy as np
     >>> from grace.compressors.topk import TopK

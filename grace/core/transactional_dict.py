@@ -88,8 +88,8 @@ def _is_array(value: object) -> bool:
 
 
 class StatefulComponent(Component):
-    """Component of which, if its class is a user's, public attributes that are empty dicts become
-    :class:`TransactionalDict`."""
+    """Component whose public attributes become :class:`TransactionalDict` when an empty dict is assigned to them, if
+    its class is a user's."""
 
     _fingerprints: dict[str, object] | None = None
     """Fingerprints of the attributes when training began; see :meth:`unsaved`."""

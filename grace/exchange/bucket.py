@@ -25,9 +25,9 @@ class Bucket:
     """Label of its collectives in the engine, equal on every rank."""
     carries_stamps: bool = True
     """True if its wires carry the ranks' step stamps, which one bucket of each step does."""
-    compared: bool = False
+    sizes_compared: bool = False
     """True once all ranks' payloads were found to have equal sizes, for methods that do not declare it."""
-    compares: bool = False
+    compares_every_step: bool = False
     """True if sizes are compared in every step: a graph runs the same collectives in all steps."""
     # The following fields belong to this bucket alone: a copy by dataclasses.replace starts without them.
     program: Any = field(default=None, init=False)
@@ -158,8 +158,8 @@ class Traffic:
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of an exchange for one variable: the aggregate, or None if no rank had a gradient, or if no mean has
-    arrived yet (``pending``).
+    """Outcome of an exchange for one variable: the aggregate (rows of a sparse gradient), or None if no rank had a
+    gradient, or if no mean has arrived yet (``pending``).
 
     ``overflow`` is True if a gradient overflowed on a rank. Without ``Contribution.finds_overflow`` it may be False
     although the aggregate is not finite.

@@ -186,7 +186,7 @@ class PerVariableCodec:
         elif self.user_defined:
             by_owner, statuses = self._withhold(by_owner, layouts, statuses)
         self.layouts = layouts
-        stamps = header.own_stamp
+        stamps = header.stamps_to_send
         if self.pieces is None:
             buffer = layouts[0].pack(by_owner[0], statuses, stamps, self.buffer)
             self.buffer = buffer if self.keeps_buffer else None

@@ -230,7 +230,8 @@ class Pending:
 class DelayedRoundTrip:
     """Round trip that encodes this step's payloads, and returns the mean of an earlier step.
 
-    It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, and wraps one that a thread runs:
+    It has those methods of :class:`~grace.exchange.round_trip.RoundTrip` that a step runner calls, and wraps one that
+    a thread runs:
 
     1. :meth:`start` encodes the gradients. State of memories and compressor is committed at once for finite
        gradients: the payload will be applied even if this step is discarded.
@@ -250,7 +251,7 @@ class DelayedRoundTrip:
     header: Header
     describe_wait: Callable[[], str]
     pending: Pending
-    compares = False
+    compares_sizes = False
     """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the thread
     fails, and runs no other."""
 
@@ -274,9 +275,9 @@ class DelayedRoundTrip:
         self.describe_wait = inner.describe_wait
         self.pending = Pending(inner.loss_scale, inner, self.thread, self.hyperparameters, self.bucket.idle)
         self.bucket.pending.append(self.pending)
-        self.compares = not self.bucket.compared and inner.program.sizes_unknown
-        if self.compares:
-            self.bucket.compared = True
+        self.compares_sizes = not self.bucket.sizes_compared and inner.program.sizes_unknown
+        if self.compares_sizes:
+            self.bucket.sizes_compared = True
 
     def _encode(self) -> RoundTrip:
         """Return the round trip that the thread will run, encoded, and commit the state of memories and the compressor.
@@ -319,7 +320,7 @@ class DelayedRoundTrip:
         # Attributes of users' parts may have changed since the last step.
         own.communicator = self.communicator.with_context(of_step, own.parts, former)
         own.communicator.backend = self.thread.backend
-        own.compared = bucket.compared
+        own.sizes_compared = bucket.sizes_compared
         if own.program is None or not own.program.fits(like):
             own.program = BucketProgram(own, like)
             if own.program.sizes_unknown:
@@ -360,8 +361,8 @@ class DelayedRoundTrip:
         """Drop the payloads, which were not enqueued."""
         self.bucket.pending.remove(self.pending)
         self.pending.release()
-        if self.compares:
-            self.bucket.compared = False
+        if self.compares_sizes:
+            self.bucket.sizes_compared = False
 
     def discard(self) -> None:
         """Drop the mean, because the step is discarded. The payloads are still sent, as other ranks await them, and the

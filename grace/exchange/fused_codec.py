@@ -66,7 +66,8 @@ class FusedCodec(PerVariableCodec):
         self.offsets = np.array([[4 * a for a, _ in each] for each in zip(*self.cuts, strict=True)], np.uint64)
         """Offset of each owner's piece in each variable, in bytes."""
         self.parts: list[Tensor] = []
-        self.target: list[int] | None = None
+        self.buffer_address: list[int] | None = None
+        """Address of the buffer, in a list; None before the first step, and if the framework gives none."""
         placed = [self.placed(j) for j in range(owners)]
         in_buffer = [
             [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
@@ -77,7 +78,7 @@ class FusedCodec(PerVariableCodec):
         self.kernel_codec_of_means = self.kernel_codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
         self.streams = Streams(self._stream_names(), self.context, self.kernel_codec.draws)
         unfinished = self.writes_headers and self.kernel_codec.unfinished
-        keeper = moments_of(self.compressor) or self.memory
+        keeper = moment_keeper(self.compressor) or self.memory
         self.residuals = DoubleBuffer(keeper, self.kernels, names, shapes, self if unfinished else None, owners)
         subtrahends = np.broadcast_to(
             np.arange(owners, dtype=np.uint64)[:, None] * np.uint64(8 * len(names)), (owners, len(names))
@@ -128,16 +129,16 @@ class FusedCodec(PerVariableCodec):
             addresses = k.addresses(gradients)
         if addresses is None:  # the framework gives no addresses for these tensors
             return False
-        if self.target is None:
+        if self.buffer_address is None:
             self._make_buffers(gradients[0])
-        if self.target is None or not self.residuals.swap(gradients[0]):
+        if self.buffer_address is None or not self.residuals.swap(gradients[0]):
             return False
         self.residuals.rows[:, GRADIENT] = addresses
         largest_bits = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
         if not header.program.detects_overflow:  # the received sum shows overflows, so nothing is checked here
             largest_bits = ANY_BITS
         words = self.streams.now() if self.kernel_codec.draws else self.streams.words
-        wire = np.uint64(self.target[0])
+        wire = np.uint64(self.buffer_address[0])
         rows, factors, words = self.residuals.rows, self.residuals.factors, words[: self.owners].reshape(-1, 4)
         if self.owners > 1:
             rows, factors = self._rows_of_pieces(rows), np.tile(factors, (self.owners, 1))
@@ -151,7 +152,7 @@ class FusedCodec(PerVariableCodec):
             if self.owners > 1:
                 finite = [all(finite[i :: len(self.names)]) for i in range(len(self.names))]
             header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
-            statuses, stamps = header.statuses(), header.own_stamp
+            statuses, stamps = header.statuses(), header.stamps_to_send
             for layout, part in zip(self.layouts, self.parts, strict=True):
                 layout.write_header(part, statuses, stamps)
         if self.stores_at_once:
@@ -161,14 +162,14 @@ class FusedCodec(PerVariableCodec):
     def _make_buffers(self, like: Tensor) -> None:
         layout, longest = self.layouts[0], self.longest
         self.buffer = self.kernels.zeros((self.owners * longest,), layout.dtype, like)
-        self.target = self.kernels.addresses([self.buffer], layout.dtype)
+        self.buffer_address = self.kernels.addresses([self.buffer], layout.dtype)
         self.parts = [self.buffer]
         if self.owners > 1:
             self.parts = [self.buffer[j * longest : (j + 1) * longest] for j in range(self.owners)]
 
     def _device_header(self, header: Header) -> DeviceHeader:
         """Return the header that a kernel writes behind the payloads, in the wire of each owner."""
-        found = [layout.device_header(header.statuses(), header.own_stamp) for layout in self.layouts]
+        found = [layout.device_header(header.statuses(), header.stamps_to_send) for layout in self.layouts]
         if self.owners == 1:
             return found[0]
         offsets = [int(start) + one.offsets[0] for start, one in zip(self.starts, found, strict=True)]
@@ -226,7 +227,7 @@ class FusedCodec(PerVariableCodec):
             finite: list[Flag] = self.kernel_codec_of_means.encode(*given)
             return finite
         body = self.layouts[self.owner].body
-        numbers = [*[PRESENT] * len(self.names), *header.own_stamp]
+        numbers = [*[PRESENT] * len(self.names), *header.stamps_to_send]
         received_statuses = [source + body for source in sources]
         on_device = DeviceHeader([body], "uint8", numbers, OVERFLOW, received_statuses)
         return list(self.kernel_codec_of_means.encode(*given, on_device))
@@ -345,7 +346,7 @@ class FusedRounds(FusedCodec):
         if self.second_wire is None:
             self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
         self.kernel_codec.follow(
-            self.second_wire, layout.device_header(header.statuses(later_round=True), header.own_stamp)
+            self.second_wire, layout.device_header(header.statuses(later_round=True), header.stamps_to_send)
         )
         return self.second_wire
 
@@ -577,9 +578,9 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
     # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)):
         return None
-    if not (_is_simple(memory) and (of_means is None or _is_simple(of_means.memory))):
+    if not (_is_error_feedback_or_none(memory) and (of_means is None or _is_error_feedback_or_none(of_means.memory))):
         return None
-    if moments_of(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
+    if moment_keeper(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
     found = compressor.bucket_codec()
     kind: Any = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
@@ -605,13 +606,13 @@ def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Placed]]:
     return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
 
 
-def moments_of(compressor: Compressor) -> Any:
-    """Return the method if it keeps the x that it compresses, and has ``recall`` and ``keep`` of
-    :class:`~grace.core.memory.ErrorFeedback` for it; else None. Methods of several rounds have them for the start of
-    a step."""
+def moment_keeper(compressor: Compressor) -> Any:
+    """Return the method if it keeps the x that it compresses (a moment, as signum does), by the ``recall`` and ``keep``
+    of :class:`~grace.core.memory.ErrorFeedback`; else None. Methods of several rounds, which have the same functions
+    for the tensor that they start from, are no such keepers."""
     return compressor if hasattr(compressor, "recall") and compressor.traits.rounds == 1 else None
 
 
-def _is_simple(memory: Memory) -> bool:
+def _is_error_feedback_or_none(memory: Memory) -> bool:
     """Return True if a memory computes x = a r + g and keeps x - C(x), or keeps nothing."""
     return is_ours(type(memory)) and (isinstance(memory, ErrorFeedback) or not memory.stateful)

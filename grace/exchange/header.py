@@ -4,7 +4,8 @@ Behind the payloads stands a status of each variable:
 
 - in byte wires 0 (missing: this rank has no gradient), 1 (present), 2 (overflow: it is not finite), 3 (refused: this
   rank could not decode what it was sent, or has no payload that fits);
-- in summed wires 0, 1, Inf and NaN, which add up to the same.
+- in summed wires 0, 1, Inf and NaN: the sum over ranks is 0 if all lack the gradient, Inf if one overflowed, and NaN if
+  one refused.
 
 Behind the statuses, in one bucket of each step, stands the step stamp of each rank, so that ranks detect that they are
 out of step before weights are updated (hyperparameters are those of the last update: a learning rate that differs is
@@ -35,6 +36,8 @@ from grace.exchange.layout import Layout, Stamps, Status
 from grace.kernels import Kernels, kernels_of
 
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
+# Code for devices computes with these numbers, so that another status concerns add_poison, MeanEncoder's
+# _statuses_on_device, Layout.device_header and in_range_flags of CUDA graphs, too; nodes send statuses of their own.
 CYCLE, OUT_OF_STEP = 254, 255
 ADVICE = (
     "All ranks must make the same steps: let them decide together to leave one out (by an all-reduce of what decides), "
@@ -171,7 +174,7 @@ class Header:
         present: True for each variable that this rank has a gradient of.
 
     Attributes:
-        own_stamp: this rank's stamp, with zeros in the places of other ranks where a wire has these.
+        stamps_to_send: this rank's stamp, with zeros in the places of other ranks where a wire has these.
         in_range: True for each variable whose gradient is in range on this rank.
         missing, overflowed: True for each variable that no rank has a gradient of, and that overflowed on a rank, as
             far as it was read.
@@ -179,7 +182,7 @@ class Header:
         out_of_step: why the ranks cannot go on together; empty if they can.
         hyperparameters_differ: True if only the optimizers' hyperparameters differ.
         deferred_reads: the reads that are deferred.
-        received: all ranks' stamps, as they came.
+        received_stamps: all ranks' stamps, as they came.
         poison: NaN for each variable that overflowed, on the device; -0, which changes no number, for all others.
     """
 
@@ -187,7 +190,7 @@ class Header:
     out_of_step: str = ""
     hyperparameters_differ: bool = False
     deferred_reads: Sequence[DeferredRead] = ()
-    received: Stamps = ()
+    received_stamps: Stamps = ()
     poison: Tensor | None = None
 
     def __init__(self, program: Any, present: Sequence[bool]):
@@ -201,11 +204,11 @@ class Header:
         self.in_range: Sequence[Flag] = program.all_true
         self.missing = program.all_false
         self.overflowed = program.all_false
-        self.stamp = step_stamp(self.context) if program.bucket.carries_stamps else ()
-        self.own_stamp: Sequence[int] = self.stamp
-        if program.shares_stamps and self.stamp:
+        self.own_stamp = step_stamp(self.context) if program.bucket.carries_stamps else ()
+        self.stamps_to_send: Sequence[int] = self.own_stamp
+        if program.shares_stamps and self.own_stamp:
             rank, size = self.context.rank, self.context.size
-            self.own_stamp = [*[0] * STAMP_SIZE * rank, *self.stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
+            self.stamps_to_send = [*[0] * STAMP_SIZE * rank, *self.own_stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
         self.statuses_matter = program.statuses_matter or not all(present)
         """True if statuses say more than payloads do."""
 
@@ -220,21 +223,21 @@ class Header:
 
     # -- step stamps -----------------------------------------------------------------------------------
 
-    def compare(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> bool:
+    def compare_stamps(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> bool:
         """Compare the step stamps in wires; return True if the ranks are known not to be able to go on together."""
         # One report is enough: later rounds carry the same stamps.
-        if not self.stamp or self.out_of_step or self.hyperparameters_differ:
+        if not self.own_stamp or self.out_of_step or self.hyperparameters_differ:
             return bool(self.out_of_step)
         stamps = [wire[layout.stamps] for layout, wire in zip(layouts, wires, strict=True)]
         context = self.context
         if self.on_device:
-            self.received = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]
+            self.received_stamps = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]
             # The context goes on before the stamps are read.
             context = dataclasses.replace(context) if isinstance(context, Context) else context
-        self.read(stamps, partial(self._compare, context))
+        self.read(stamps, partial(self._compare_received, context))
         return bool(self.out_of_step)
 
-    def _compare(self, context: Any, found: list[list[float]]) -> None:
+    def _compare_received(self, context: Any, found: list[list[float]]) -> None:
         numbers = found[0]
         if len(found) > 1 and self.program.shares_stamps:
             numbers = [sum(of_all) for of_all in zip(*found, strict=True)]
@@ -242,13 +245,13 @@ class Header:
             numbers = [n for one in found for n in one]
         # Damaged numbers may be large, or NaN; as zeros they fail the check sum.
         received = tuple([int(n) if n < 256 else 0 for n in numbers])
-        self.received = received
+        self.received_stamps = received
         # The usual step: all ranks have sent what this one has. One comparison, because every step makes it.
-        if received == self.stamp * (len(received) // STAMP_SIZE):
+        if received == self.own_stamp * (len(received) // STAMP_SIZE):
             return
         stamps = [StepStamp(*received[i : i + STAMP_SIZE]) for i in range(0, len(received), STAMP_SIZE)]
         number_of = self.program.communicator.backend.number_of
-        why, differ = compare_stamps(stamps, context, number_of)
+        why, differ = explain_difference(stamps, context, number_of)
         self.hyperparameters_differ = differ and not context.partial
         if why and not self.hyperparameters_differ:
             self.out_of_step = context.out_of_step or f"rank {number_of(context.rank)}: {why}"
@@ -336,7 +339,7 @@ def _check_sum(*numbers: int) -> int:
     return 1 + sum([factor * number for factor, number in enumerate(numbers, 1)]) % CYCLE
 
 
-def compare_stamps(
+def explain_difference(
     stamps: Sequence[StepStamp], context: AnyContext, number_of: Callable[[int], int] = int
 ) -> tuple[str, bool]:
     """Return the reason why the ranks are out of step, and True if only their hyperparameters differ; ("", False) if
@@ -349,10 +352,10 @@ def compare_stamps(
 
     >>> here = Context(step=6, rank=0, size=3)
     >>> behind = step_stamp(Context(step=5, updates=-1))
-    >>> compare_stamps([step_stamp(here), behind, step_stamp(here)], here)[0].partition(". ")[0]
+    >>> explain_difference([step_stamp(here), behind, step_stamp(here)], here)[0].partition(". ")[0]
     'rank 1 is at step 5, ranks 0 and 2 are at step 6: rank 1 left out optimizer.step()'
     >>> stepped = step_stamp(Context(step=6, updates=1))
-    >>> compare_stamps([step_stamp(here), step_stamp(here), stepped], here)[0].partition(": ")[2].partition(". ")[0]
+    >>> explain_difference([step_stamp(here), step_stamp(here), stepped], here)[0].partition(": ")[2].partition(". ")[0]
     'ranks 0 and 1 left out optimizer.step(), or rank 2 called it without a backward pass'
     """
     mine = step_stamp(context)

@@ -66,7 +66,7 @@ class MeanEncoder:
         header, rooted = self.header, self.communicator.rooted
         with recorder.phase("unpack", bucket=self.bucket):
             self.layout = self.codec.means_layouts()[self.codec.owner]
-            out_of_step = header.compare(layouts, wires)
+            out_of_step = header.compare_stamps(layouts, wires)
             if out_of_step and not self.on_device:
                 # The other ranks wait for a root's answer. Owners have all compared the stamps themselves.
                 return self._without_payloads([MISSING] * len(self.names), wires[0]) if rooted else None
@@ -81,7 +81,7 @@ class MeanEncoder:
             self.error = self.errors.withheld() or self.errors.undecoded(error, error.variable)
             return self._refusing_wire(wires[0])
         statuses, kept = self._statuses(finite, flags)
-        stamps = header.received if rooted else header.own_stamp
+        stamps = header.received_stamps if rooted else header.stamps_to_send
         with recorder.phase("pack", bucket=self.bucket):
             buffer, self.layout = self.codec.write_means(statuses, stamps if self.bucket.carries_stamps else ())
         if self.program.size > 1 or not rooted:
@@ -165,7 +165,7 @@ class MeanEncoder:
         """Return a wire of means whose payloads are zeros."""
         layouts = self.codec.means_layouts()
         layout = layouts[self.codec.owner]
-        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp
+        stamps = self.header.received_stamps if self.communicator.rooted else self.header.stamps_to_send
         stamps = list(stamps) or [0] * self.codec.stamps
         return self.codec.padded(layout.pack(layout.zeros(like), statuses, stamps), layouts)
 

@@ -187,7 +187,7 @@ class MergeCodec(PerVariableCodec):
         if unsent:
             ones = k.zeros(tuple(values.shape), "float32", values) + 1.0
             self.on_their_way = k.zero_at(ones, k.join(unsent))
-        statuses, stamps = header.statuses(), header.own_stamp
+        statuses, stamps = header.statuses(), header.stamps_to_send
         nothing: list[Payload] = [[] for _ in self.names[1:]]
         return k.join([self.layouts[0].pack([share, *nothing], statuses, stamps) for share in shares])
 

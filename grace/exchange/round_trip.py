@@ -155,14 +155,14 @@ class BucketProgram:
                 route_of(self.communicator.route_of_wire, wires, engine, codec.varies), self.sums
             )
         # Layouts are held to those of the first step afterwards; a graph runs the same legs in every step.
-        compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
+        compares = self.sizes_unknown and (self.bucket.compares_every_step or not self.bucket.sizes_compared)
         return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
 
     def buffers(self) -> list[tuple[Leg, str, int]]:
         """Return the legs of the route, each with the dtype and the length of its buffer.
 
-        A user's communicator may start more collectives for a longer buffer. The other legs start one collective each,
-        and have the length 1 here."""
+        The length matters only for payloads of gradients and of rounds, of which a user's communicator may start more
+        collectives if they are longer. It is 1 for all other legs, which start one collective each."""
         found, number, parts_before = [], 0, False
         for leg in self.route():
             number += leg.carries is Carries.ROUND
@@ -414,7 +414,7 @@ class RoundTrip:
                 self.bucket.program = None
                 self.error = self.errors.sizes_differ(self.names[i], sizes, rank)
                 return False
-        self.bucket.compared = True
+        self.bucket.sizes_compared = True
         return True
 
     def _sizes(self) -> Tensor | None:
@@ -666,7 +666,7 @@ class RoundTrip:
         become a finite one."""
         header, k, several = self.header, self.kernels, self.traits.rounds > 1
         if self.mean_encoder is None or self.communicator.rooted:  # owners compared stamps before they averaged
-            header.compare(self.layouts, wires)
+            header.compare_stamps(self.layouts, wires)
         each = self.codec.receive(wires[0]) if several else None
         if header.out_of_step:
             return
@@ -751,7 +751,7 @@ class RoundTrip:
             return
         with contextlib.suppress(PayloadError):  # impossible sizes
             wires = self._last_wires()
-            self.header.compare(self.layouts, wires)
+            self.header.compare_stamps(self.layouts, wires)
 
     def empty_outcomes(self) -> list[Outcome]:
         """Return the outcomes of ranks that are not at one step."""

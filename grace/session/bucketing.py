@@ -21,7 +21,7 @@ def make_buckets(shards: Sequence[Shard]) -> list[Bucket]:
         exact = communicator.compressor.traits.exact and not communicator.memory.stateful
         # Uncompressed gradients are summed in their own dtype, so a bucket must not mix dtypes.
         dtype = variable.dtype if exact or communicator.compress_after else "float32"
-        kind = (id(communicator), dtype, variable.device, shard.travels, shard.priority, shard.limits)
+        kind = (id(communicator), dtype, variable.device, shard.fusion_key, shard.priority, shard.limits)
         kinds.setdefault(kind, []).append(shard)
     ordered = sorted(
         # Cut in the order in which gradients become ready; inside a bucket shards are in the order of declaration.

@@ -36,7 +36,7 @@ Names = str | Sequence[str]
 _run_numbers = itertools.count(1)
 """Numbers of the communicators that join a run, in the same order on all ranks."""
 FORM = "tensors, step by step"
-"""Mark of a saved state of a communicator that is called by hand."""
+"""Mark of a saved state of a communicator that is listed by hand."""
 
 
 class WholeTensorPlan(UniformPlan):
@@ -112,21 +112,21 @@ class ByHand:
     def start(self, tensors: Tensors, names: Names) -> PendingStep:
         """Start the exchange of tensors; see :meth:`grace.Communicator.send_step`."""
         single = isinstance(names, str)
-        given, called = ([tensors], (names,)) if isinstance(names, str) else (list(tensors), tuple(names))
+        given, names = ([tensors], (names,)) if isinstance(names, str) else (list(tensors), tuple(names))
         backend = runtime.joined()
         if self.runner is not None and self.runner.backend is not backend:
             self.leave_run()  # the runner's run has ended, or a new one has begun
         runner = self.runner
-        bucket = self.buckets.get(called)
+        bucket = self.buckets.get(names)
         # Known names are checked before any collective, so that a rank that refuses its tensors may try again.
         if runner is not None and bucket is not None:
-            given, variables = validate_tensors(given, called, backend)
+            given, variables = validate_tensors(given, names, backend)
             _check_same(bucket, variables)
             if runner.under_way(bucket):
                 raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
-        self._compare(called, backend)
+        self._compare_names(names, backend)
         if runner is None or bucket is None:
-            runner, bucket, given = self._add_names(given, called, backend)
+            runner, bucket, given = self._add_names(given, names, backend)
         begun = PendingStep(bucket, [variable.dtype for variable in bucket.variables], single)
         runner.start_round_trip(bucket, given, [True] * len(given))
         self.begun.append(begun)
@@ -156,7 +156,7 @@ class ByHand:
 
     # -- the run ---------------------------------------------------------------------------------------
 
-    def _compare(self, names: tuple[str, ...], backend: Backend) -> None:
+    def _compare_names(self, names: tuple[str, ...], backend: Backend) -> None:
         """Refuse a communicator, or names of tensors, that differ from those of other ranks in this exchange.
 
         An engine that pairs collectives by their order would average one tensor with another, or end all ranks if their
@@ -170,17 +170,17 @@ class ByHand:
         # Pairing by name cannot average one tensor with another.
         if backend.size == 1 or backend.pairs_by_name:
             return
-        called = ", ".join(map(repr, names))
+        listed = ", ".join(map(repr, names))
         # Joined communicators have numbers; the agreement compares new ones.
         number, step = (0, 0) if self.runner is None else (self.number, self.runner.context.step)
-        place = f"{called} in step {step} of {'a new communicator' if number == 0 else f'communicator {number}'}"
+        place = f"{listed} in step {step} of {'a new communicator' if number == 0 else f'communicator {number}'}"
         place = f"{place} ({self.communicator.describe()})"
-        digest = np.frombuffer(hashlib.blake2b(f"{number} {called}".encode(), digest_size=16).digest(), np.uint8)
+        digest = np.frombuffer(hashlib.blake2b(f"{number} {listed}".encode(), digest_size=16).digest(), np.uint8)
         before = backend.sent_bytes
         with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
             parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
             digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
-            received = backend.allgather_pickled((number, called, place)) if len(digests) > 1 else []
+            received = backend.allgather_pickled((number, listed, place)) if len(digests) > 1 else []
         backend.sent_bytes = before  # comparisons are not counted as traffic
         for rank, (*theirs, where) in enumerate(received):
             if theirs != list(received[0][:2]):
@@ -228,7 +228,7 @@ class ByHand:
             if communicator.memory.needs_lr and unknown:
                 raise ConfigError(
                     f"the memory {communicator.memory.spec} follows the learning rate, which a communicator that is "
-                    "called by hand does not know: set its attribute lr before each step"
+                    "listed by hand does not know: set its attribute lr before each step"
                 )
 
         context = communicator.context if self.first else Context(seed=communicator.context.seed)
@@ -242,7 +242,7 @@ class ByHand:
         context.lr = lr
         plan = WholeTensorPlan(None, None, communicator)
         self.number = next(_run_numbers)
-        runner = build_step_runner(variables, lambda: plan, backend, context, [("called", "by hand")], check)
+        runner = build_step_runner(variables, lambda: plan, backend, context, [("listed", "by hand")], check)
         (bucket,) = runner.buckets
         self._label(bucket)
         backend.at_shutdown(WeakCall(self.leave_run))  # the backend must not keep the communicator alive
@@ -329,11 +329,11 @@ def _groups(state: object) -> list[list[Variable]]:
     """Return the variables of a saved state, in groups that were exchanged together.
 
     Raises:
-        ConfigError: it is no state of a communicator that is called by hand, or it is damaged.
+        ConfigError: it is no state of a communicator that is listed by hand, or it is damaged.
     """
     if not isinstance(state, dict) or state.get("of") != FORM:
         raise ConfigError(
-            "not the state of a communicator that is called by hand: pass the dict that its state_dict() returned"
+            "not the state of a communicator that is listed by hand: pass the dict that its state_dict() returned"
         )
     try:
         state_schema.TENSORS(state.get("tensors"), "'tensors'")

@@ -98,7 +98,8 @@ def advise_hierarchy(runner: Any) -> None:
 class HierarchicalRoundTrip:
     """Round trip of a bucket whose nodes reduce first.
 
-    It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, around up to two such round trips:
+    It has those methods of :class:`~grace.exchange.round_trip.RoundTrip` that a step runner calls, around one or two
+    of them:
 
     1. :meth:`start` starts the sum over the node, uncompressed, and waits for it.
     2. Then it starts the leaders' round trip, with the node's mean for a gradient. A rank that does not lead has none.
@@ -128,7 +129,7 @@ class HierarchicalRoundTrip:
 
     def start(self) -> None:
         """Sum gradients over the node, which blocks, and start the leaders' round trip on a rank that leads."""
-        within = self._sum_over_node(self.gradients)
+        within = self._start_over_node(self.gradients)
         reduced, found = self._means_of_node(within, self.gradients)
         self.gradients = ()
         # Other ranks keep the header of the node's round trip; finish() adds the facts that the leader sends.
@@ -142,8 +143,8 @@ class HierarchicalRoundTrip:
 
     # -- within the node -------------------------------------------------------------------------------
 
-    def _sum_over_node(self, gradients: Sequence[Gradient]) -> RoundTrip:
-        """Start the round trip over the node, and return it."""
+    def _start_over_node(self, gradients: Sequence[Gradient]) -> RoundTrip:
+        """Start the sum over the node, and return its round trip."""
         if not (self.bucket.variables[0].sparse or _is_exact(self.bucket)):
             # Leaders compress float32. Rows are summed in float32 anyway.
             gradients = [kernels_of(gradient).cast(gradient, "float32") for gradient in gradients]

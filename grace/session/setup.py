@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
-from grace.core.component import Owner
+from grace.core.component import ComponentOwner
 from grace.core.context import Context
 from grace.core.transactional_dict import StatefulComponent
 from grace.core.variable import Variable
@@ -47,7 +47,7 @@ def build_step_runner(
         ConfigError: choices or variables of this rank are wrong.
         RankError: choices or variables of another rank are wrong, or they differ between ranks.
     """
-    owner = Owner()
+    owner = ComponentOwner()
     runner: StepRunner | None = None
     plan: ExchangePlan | None = None
     found: list[Variable] = []

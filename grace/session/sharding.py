@@ -23,7 +23,7 @@ class Shard:
         variable: the shard: the variable itself, or ``name/part_i``.
         whole: the whole variable.
         communicator: the communicator of its gradients; that of its drifts, if ``outer`` is set.
-        travels: key of shards that may share a collective: they have equal keys.
+        fusion_key: shards with equal keys may share a bucket.
         limits: limits of a bucket; None for none.
         priority: shards of a lower priority start first.
         outer: None if gradients are exchanged in every step; else the settings of the rounds in which ranks that train
@@ -35,7 +35,7 @@ class Shard:
     variable: Variable
     whole: Variable
     communicator: Communicator
-    travels: Hashable = None
+    fusion_key: Hashable = None
     limits: Limits | None = None
     priority: int = 0
     outer: Outer | None = None
@@ -76,11 +76,11 @@ class Shard:
         return slices if self.axis is None else SparseRows(slices.values, slices.rows + self.start)
 
 
-def hierarchical(shards: Sequence[Shard]) -> bool | list[str]:
+def hierarchical_shards(shards: Sequence[Shard]) -> bool | list[str]:
     """Return True if the ranks of a node reduce all shards first, False if none; the names of the shards if only some.
 
     >>> flat, led = (Shard(Variable(n, (1,)), Variable(n, (1,)), Allreduce(), hierarchical=n == "b") for n in "ab")
-    >>> hierarchical([flat]), hierarchical([led]), hierarchical([flat, led])
+    >>> hierarchical_shards([flat]), hierarchical_shards([led]), hierarchical_shards([flat, led])
     (False, True, ['b'])
     """
     led = [shard.variable.name for shard in shards if shard.hierarchical]

@@ -203,7 +203,7 @@ _setting_forms: dict[object, Form] = {
     int: _integer(0),
     int | None: _or_none(_integer(1)),
 }
-"""Forms of the settings of these types."""
+"""Forms of settings by their types. A setting of another type needs its form here."""
 _options = {
     **{one.name: _setting_forms[one.type] for one in fields(Settings) if one.name != "reduction"},
     **dict.fromkeys(("compressor", "memory", "communicator", "strategy", "resources"), _spec),

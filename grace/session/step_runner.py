@@ -10,7 +10,7 @@ from grace.backends.topology import NodeGroups, node_groups, node_name
 from grace.communicators import Allreduce, ReduceBroadcast
 from grace.core.backend import Backend, Leases
 from grace.core.communicator import Communicator
-from grace.core.component import Component, Owner, is_ours
+from grace.core.component import Component, ComponentOwner, is_ours
 from grace.core.compressor import Tensor
 from grace.core.context import STAMPED, Context, SubgroupContext
 from grace.core.memory import Memory
@@ -29,7 +29,7 @@ from grace.session.agreement import DRIFTED, ESTIMATED, compare_facts, first_dif
 from grace.session.bucketing import make_buckets
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.outer_rounds import Held, OuterRounds
-from grace.session.sharding import Shard, hierarchical, uncompressed
+from grace.session.sharding import Shard, hierarchical_shards, uncompressed
 from grace.session.versions import versions
 
 AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
@@ -48,6 +48,7 @@ class SessionCallbacks:
         computing: returns the context that delayed round trips compute in.
     """
 
+    # The types return an empty tuple, an empty text, and False: a session without the thing.
     hyperparameters: Callable[[], Sequence[tuple[str, str]]] = tuple
     drifted: tuple[str, str] = DRIFTED
     planned: Callable[[], str] = str
@@ -58,7 +59,8 @@ class SessionCallbacks:
 class StepRunner:
     """Runner of the exchanges of one model, step by step.
 
-    All ranks start bucket 0, 1, 2, ... in that order, whatever becomes ready first.
+    All ranks start bucket 0, 1, 2, ... in that order, whatever becomes ready first. Only over Horovod, which pairs
+    collectives by name, a bucket may start as soon as it is ready.
 
     Args:
         variables: the variables in declaration order; names are unique.
@@ -85,7 +87,7 @@ class StepRunner:
         backend: Backend,
         context: Context,
         name: str = "",
-        owner: Owner | None = None,
+        owner: ComponentOwner | None = None,
     ):
         # 1. Shards, and the buckets that the ranks exchange in every step.
         self.name = name
@@ -113,14 +115,15 @@ class StepRunner:
         if self.outer_rounds:  # the backend must not keep the optimizer alive
             backend.at_shutdown(WeakCall(self.outer_rounds.warn_if_unequal))
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
-        self.owner = Owner() if owner is None else owner
+        self.owner = ComponentOwner() if owner is None else owner
         self.owner.claim([*self.communicators, *self.outer_rounds.optimizers])  # another run's must not be bound anew
         for communicator in self.communicators:
             communicator.uncompressed = uncompressed(communicator) if communicator.compress_after else None
-        self.hierarchical = hierarchical(shards)
+        self.hierarchical = hierarchical_shards(shards)
+        """True if nodes reduce all shards first; or the names of the shards that they do."""
         self.hierarchy: Hierarchy | None = None
-        led = [shard.communicator for shard in shards if shard.hierarchical]
-        self._hierarchical_ids = {id(one) for communicator in led for one in (communicator, communicator.uncompressed)}
+        by_leaders = [shard.communicator for shard in shards if shard.hierarchical]
+        self._hierarchical_ids = {id(one) for by in by_leaders for one in (by, by.uncompressed)}
         self._nodes: list[str] = []
         self._node_groups: dict[tuple[int, int], NodeGroups] = {}
         self._thread: ExchangeThread | None = None
@@ -142,12 +145,12 @@ class StepRunner:
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
         self._step_components: list[Component] | None = None
-        self._carried_over_component = Held(shared=False)
-        """Owner of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
-        self.carried_over = self._carried_over_component.state
+        self._carried_over_holder = Held(shared=False)
+        """Holder of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
+        self.carried_over = self._carried_over_holder.state
         """Delayed means that a checkpoint or the former plan had not applied yet, by shard. The next successful step
         adds them to its own means."""
-        self.carries_over = False
+        self.has_carried_over = False
         """True if there may be such means. Cheaper to read than the state, in every step."""
         self.warned_own_state = False
         """True if a warning said that a state holds this rank's memories only."""
@@ -172,9 +175,9 @@ class StepRunner:
         buckets = make_buckets([*in_step, *of_node])
         # Ranks compare step stamps once a step, in the first bucket; delayed ones run on a thread of their own, in an
         # order of their own, and so have stamps of their own; so have those of a node.
-        ways = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in buckets]
+        kinds = [(bucket.communicator.delayed, bucket.communicator is self.within_node) for bucket in buckets]
         for i, bucket in enumerate(buckets):
-            bucket.carries_stamps = ways.index(ways[i]) == i
+            bucket.carries_stamps = kinds.index(kinds[i]) == i
         return buckets
 
     def _bind(self, backend: Backend) -> None:
@@ -242,7 +245,7 @@ class StepRunner:
             self._bind(self.channel)
         for bucket in [*self.buckets, *self.outer_rounds.buckets]:
             # Among other ranks payloads may have other sizes: the first exchange compares them.
-            bucket.compared = False
+            bucket.sizes_compared = False
         for communicator in self._all_communicators():
             self._prepare_communicator(communicator)
         if self.outer_rounds.delayed:
@@ -318,7 +321,8 @@ class StepRunner:
             bucket.program = BucketProgram(bucket, like)
 
     def start_round_trip(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
-        """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
+        """Start the round trip of one bucket. Each is started once a step, and in order unless the engine pairs
+        collectives by name."""
         trip = self.make_round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         trip.start()
         trip.defers_headers = True  # finish_step() resolves the headers of all round trips at once
@@ -454,11 +458,11 @@ class StepRunner:
             before = self.carried_over.get(name)
             self.carried_over[name] = value if before is None else add(before, value)
         self.carried_over.commit()
-        self._update_carries_over()
+        self._update_has_carried_over()
 
-    def _update_carries_over(self) -> None:
-        self.carries_over = self.carried_over.in_use
-        self.stateful = self.stateful_communicators or self.carries_over
+    def _update_has_carried_over(self) -> None:
+        self.has_carried_over = self.carried_over.in_use
+        self.stateful = self.stateful_communicators or self.has_carried_over
 
     def _delayed(self) -> list[Bucket]:
         """Return the buckets whose means are applied in later steps."""
@@ -492,7 +496,7 @@ class StepRunner:
         self.in_flight = []
         self._unused_trips = delayed if self.waits_for_step else []
         # A loss scaler skips a step that overflowed. Without one, its means would be added twice.
-        if self.carries_over and not any([outcome.overflow for outcome in outcomes]):
+        if self.has_carried_over and not any([outcome.overflow for outcome in outcomes]):
             self.add_carried_over(outcomes)
         self.commit_or_roll_back(outcomes, discarded)
 
@@ -532,8 +536,8 @@ class StepRunner:
                 component.state.rollback(name)
             if not self.waits_for_step:
                 component.state.commit()
-        if self.carries_over:
-            self._update_carries_over()
+        if self.has_carried_over:
+            self._update_has_carried_over()
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         if recorder.run is not None:
             recorder.run.exchanged()
@@ -576,7 +580,7 @@ class StepRunner:
         if self._step_components is not None:
             return self._step_components
         own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
-        parts = [self._carried_over_component, *(part for c in own for part in c.stateful_parts.values())]
+        parts = [self._carried_over_holder, *(part for c in own for part in c.stateful_parts.values())]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
             self._step_components = parts

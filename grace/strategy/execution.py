@@ -176,8 +176,8 @@ def make_shards(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard
             choose = choosers.setdefault((sync.hierarchical, outer), Chooser())
             reduced = communicators[key].rooted
             limits = Limits() if reduced and not own.sparse else None
-            # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
-            travels = key if reduced else (sync.type, sync.group)
+            # Shards with equal ``fusion_key`` may share a bucket: those of one destination, or of one group.
+            fusion_key = key if reduced else (sync.type, sync.group)
             carrier = choose(own, communicators[key])
             by_node = sync.hierarchical or (outer is not None and outer.over == "nodes")
             shards.append(
@@ -185,7 +185,7 @@ def make_shards(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard
                     variable=own,
                     whole=variable,
                     communicator=carrier,
-                    travels=travels,
+                    fusion_key=fusion_key,
                     limits=limits,
                     priority=part.priority,
                     outer=outer,

@@ -116,8 +116,8 @@ class GraphSums:
         Returns:
             True if there are any.
         """
-        owed = self.runner.carried_over
-        self.carried_over = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
+        means = self.runner.carried_over
+        self.carried_over = {v.name: means.pop(v.name) for v in self.variables if v.name in means}
         return bool(self.carried_over)
 
     def add_carried_over(self, pairs: DensePairs, has_carried_over: tf.Tensor) -> dict[str, Pair]:
@@ -128,18 +128,18 @@ class GraphSums:
         count = len(values)
         dtypes = [*(value.dtype for value in values), *[tf.bool] * count]
 
-        def added(*values: tf.Tensor) -> list[tf.Tensor]:
-            owed, self.carried_over = self.carried_over, {}
+        def add_means(*values: tf.Tensor) -> list[tf.Tensor]:
+            carried_over, self.carried_over = self.carried_over, {}
             if not all(bool(tf.reduce_all(tf.math.is_finite(value))) for value in values):
                 # An overflow, of which all ranks have the same sums: the means wait for a step without one.
-                self.runner.carry_over(owed)
+                self.runner.carry_over(carried_over)
                 return [*values, *[tf.constant(False)] * count]
-            means = [owed.get(variable.name, 0.0) for variable in self.variables]
+            means = [carried_over.get(variable.name, 0.0) for variable in self.variables]
             sums = [value + tf.cast(mean, value.dtype) for value, mean in zip(values, means, strict=True)]
-            return [*sums, *(tf.constant(variable.name in owed) for variable in self.variables)]
+            return [*sums, *(tf.constant(variable.name in carried_over) for variable in self.variables)]
 
         def with_means() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-            both = tf.py_function(added, values, dtypes)
+            both = tf.py_function(add_means, values, dtypes)
             return both[:count], [a | b for a, b in zip(found, both[count:], strict=True)]
 
         values, found = tf.cond(has_carried_over, with_means, lambda: (values, found))

@@ -232,6 +232,7 @@ class DistributedMixin(NoHorovodSubclass):
         return absent - (self._accumulated & self._step.given)
 
     def _clip_gradients(self, grads: list[TapeGradient]) -> list[TapeGradient]:
+        """Exchange the gradients, and clip the means as the user chose. Called by Keras."""
         self._exchanged = True
         step = self._step
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]

@@ -557,7 +557,7 @@ class DDPState:
             assert isinstance(trip, RoundTrip)
             trip.mark_done()
         outcomes = trip.finish(outs, wait=not by_future)
-        if self.runner.carries_over:
+        if self.runner.has_carried_over:
             # The framework may ignore a mean for a gradient that no rank has, so these wait for a later step.
             self.runner.add_carried_over([outcome for outcome in outcomes if outcome.value is not None])
         for outcome in outcomes:

@@ -125,7 +125,7 @@ class FSDPState(DDPState):
 
     def _exchange_has_state(self) -> bool:
         """Return True if the exchange keeps state between steps on a rank of the shard group."""
-        return self.stateful or self.runner.carries_over
+        return self.stateful or self.runner.has_carried_over
 
     def close_step(self) -> None:
         """Commit the last step, or drop it if a rank of the shard group overflowed. All ranks of the group must call

@@ -111,7 +111,7 @@ class HorovodSession(Session):
             return False
         if all(len(bucket.variables) == 1 for bucket in self.buckets_of[name]):
             return True
-        if self.chosen_sets or self.strategy is not None:
+        if self.has_chosen_groups or self.strategy is not None:
             return False
         self.sparse.add(p)
         self.mark_ready(p)

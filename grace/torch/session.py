@@ -60,7 +60,7 @@ from grace.torch.wrappers import check_unwrapped
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver
 
-NO_NUMBERS = {"params", "param_names"}
+NOT_HYPERPARAMETERS = {"params", "param_names"}
 """Entries of a parameter group that are no hyperparameters."""
 IMMUTABLE = {int, float, bool, str, type(None)}
 CHANGED = "was changed after its exchange began (by clipping, unscaling or another backward pass)"
@@ -105,7 +105,7 @@ class Session:
         self.settings = settings
         self.sparse_known = isinstance(parameters, torch.nn.Module)
         """True if the model tells which of its parameters have sparse gradients."""
-        self.chosen_sets = groups is not None and groups != 0
+        self.has_chosen_groups = groups is not None and groups != 0
         self.shard_group = _shard_group(optimizer, parameters, choices, backend)
         """The ranks that have the other parts of the parameters; None if this rank has whole ones."""
         lr = WeakCall(self._lr, otherwise=1.0)
@@ -268,17 +268,19 @@ class Session:
         self, choices: Choices, groups: int | Sequence[Sequence[torch.Tensor]] | None, facts: list[tuple[str, str]]
     ) -> ExchangePlan:
         """Return the plan for the user's choices; with ``strategy="auto"``, the plan that planning starts from."""
-        limits = self.settings.limits.for_sets if self.chosen_sets else self.settings.limits
+        limits = self.settings.limits.for_sets if self.has_chosen_groups else self.settings.limits
         self.auto_request = choices.auto_request()
         if self.auto_request is not None:
             self.settings.check_auto()
             facts.append(("the strategy", self.auto_request.options.spec))
             choices = self.auto_request.starting_choices(choices)
-        sets = partial(WeakCall(self._sets), groups)  # the plan keeps it, and must not keep the session alive
+        sets = partial(
+            WeakCall(self._names_of_groups), groups
+        )  # the plan keeps it, and must not keep the session alive
         self.plan = choices.plan(limits, sets, sparse_known=self.sparse_known)
         return self.plan
 
-    def _sets(self, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> list[list[str]] | None:
+    def _names_of_groups(self, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> list[list[str]] | None:
         """Return the names of the parameters that may share a collective; None if all may."""
         unbucketed = () if self.sparse_known else self.unbucketed(self.parameters)
         return horovod_groups(self.parameters, groups, unbucketed)
@@ -746,7 +748,7 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 def immutable_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]] | None:
     """Return the settings of all parameter groups, so that a later call shows whether one was replaced. Return None if
     a setting may change in place."""
-    groups = [{k: v for k, v in group.items() if k not in NO_NUMBERS} for group in optimizer.param_groups]
+    groups = [{k: v for k, v in group.items() if k not in NOT_HYPERPARAMETERS} for group in optimizer.param_groups]
     for group in groups:
         for value in group.values():
             kinds = map(type, value) if type(value) is tuple else (type(value),)

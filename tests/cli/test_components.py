@@ -138,13 +138,13 @@ def test_describe_explains_a_composition():
 @in_groups(("name",), [(name,) for name in COMPRESSORS])
 def test_describe_says_with_which_optimizers_a_method_was_trained(name):
     cls, text = known("compressor")[name], described(name)
-    for spec, losses in vars(cls).get("trained", {}).items():
+    for spec, losses in vars(cls).get("measured_loss", {}).items():
         assert type(make("compressor", spec)) is cls
         for optimizer, loss in losses.items():
             verdict = "close" if loss <= 1.03 else "behind"
             assert f"{spec} {100 * (loss - 1):+.1f} %, {verdict}" in " ".join(text.split())
             assert optimizer in OPTIMIZERS
-    unknown = set(OPTIMIZERS) - {key for losses in vars(cls).get("trained", {}).values() for key in losses}
+    unknown = set(OPTIMIZERS) - {key for losses in vars(cls).get("measured_loss", {}).values() for key in losses}
     assert all(f"  {optimizer}: not measured\n" in text for optimizer in unknown)
 
 

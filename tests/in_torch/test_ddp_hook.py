@@ -273,7 +273,7 @@ def resumed_without_delay(hook, first_step, **options):
     runner = state.runner if hook else plain._grace.runner
     if hook:
         state.close_step()
-    assert not runner.carries_over
+    assert not runner.has_carried_over
     return weights(model)
 
 

@@ -248,7 +248,7 @@ def test_means_that_an_earlier_run_left_are_applied():
                 opt.step()
             found.append({float((before[name] - after).mean().round(decimals=4)) for name, after in whole(net).items()})
         state.close_step()
-        assert (found, runner.carries_over) == ([{0.0}, {1.0}, {0.0}], False)
+        assert (found, runner.has_carried_over) == ([{0.0}, {1.0}, {0.0}], False)
 
 
 # -- overflows -------------------------------------------------------------------------------------------------------

@@ -123,9 +123,9 @@ def test_ranks_that_meet_anew_compare_the_payloads_of_drifts_again(local):
     optimizer = distributed(model, Doubling(), outer="none", period=1)
     run_given(optimizer, model, range(1))
     (bucket,) = optimizer._grace.runner.outer_rounds.buckets
-    assert bucket.compared
+    assert bucket.sizes_compared
     optimizer._grace.runner.agree()
-    assert not bucket.compared
+    assert not bucket.sizes_compared
 
 
 def test_alone_an_outer_step_of_rate_1_changes_nothing(local):

@@ -257,7 +257,14 @@ def load_state(
     alone: bool = False,
     other_groups: Sequence[Backend] = (),
 ) -> None:
-    """Restore a state completely, or change nothing.
+    """Restore a state completely, or change nothing. Errors are kept until all ranks have compared: a rank that raised
+    earlier would let the others hang.
+
+    1. Split the state into torch's part and Grace's.
+    2. If the run plans its strategy, compare with the other ranks, and build the runner of the saved plan.
+    3. Check Grace's part whole, and let the user's optimizer load torch's.
+    4. Compare with the other ranks: all load, or none does.
+    5. Write Grace's part, which cannot fail. An error in any step restores the optimizer's attributes.
 
     Args:
         memory: as for ``load_state_dict``, or "maybe": "keep" if the state has no part of Grace's, else "strict".
@@ -271,6 +278,7 @@ def load_state(
     plan = session.plan
     saved = loaded = resumed = error = None
     try:
+        # 1.
         try:
             checkpoint.check_settled(session)
             with _reporting_damage():
@@ -279,8 +287,8 @@ def load_state(
                 memory = "keep" if saved is None else "strict"
         except Exception as raised:
             error = raised
-        # Errors are kept until all ranks have compared: a rank that raised earlier would let the others hang.
-        if session.auto is not None:  # all ranks resume a saved plan, or none does
+        # 2. All ranks resume a saved plan, or none does.
+        if session.auto is not None:
             try:
                 checkpoint.compare(former.backend, saved, memory, error)
                 resumed = session.auto.resumed_from(saved)
@@ -289,6 +297,7 @@ def load_state(
                     runner, plan = session.build_runner(resumed.strategy)
             except Exception as raised:  # known to all ranks of this group; other groups hear of it below
                 error = raised
+        # 3.
         try:
             if error is None:
                 loaded = checkpoint.prepare(runner, saved, memory, lambda s: move_to_devices(s, session.parameters))
@@ -298,12 +307,14 @@ def load_state(
                     super(StateMixin, optimizer).load_state_dict(plain)
         except Exception as raised:
             error = raised
+        # 4.
         if not alone or session.auto is not None:
             alike = session.shard_group is not None  # its ranks are at one step
             checkpoint.compare_everywhere([former.backend, *other_groups], saved, memory, error, alike)
             checkpoint.drop_where_others_did(runner, cast(checkpoint.Loaded, loaded), memory)
         elif error is not None:
             raise error
+        # 5.
         checkpoint.apply(runner, cast(checkpoint.Loaded, loaded))
         if not alone and saved is not None and returns_to_step(saved["state"].get("anchor", ()), runner):
             broadcast_optimizer_state(optimizer, 0, runner.backend)

@@ -38,6 +38,15 @@ def test_no_docstring_is_a_riddle():
     assert not riddles, "\n".join(riddles)
 
 
+def test_names_of_arguments_stand_on_one_line_with_their_colon():
+    """The API reference reads them so."""
+    for file in FILES:
+        for line, text in docstrings(ast.parse(file.read_text())):
+            for section in re.findall(r"^(?:Args|Attributes):\n((?: +.*\n?|\n)+)", text, re.MULTILINE):
+                entries = re.findall(r"^    (\S.*)", section, re.MULTILINE)
+                assert all(":" in entry for entry in entries), f"{file.relative_to(ROOT)}:{line}"
+
+
 def test_no_class_calls_itself_a_part_of_another():
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -35,8 +35,10 @@ class GradientExchange(StepSession):
 
     Args:
         compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        process_set, backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, compress_after,
-            seed, bucket_bytes, group_bytes, compression: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        op, gradient_predivide_factor, sparse_as_dense, hierarchical, compress_after, compression: as for
+            :func:`~grace.tensorflow.DistributedOptimizer`.
+        process_set, backend, broadcast, seed, bucket_bytes, group_bytes: as for
+            :func:`~grace.tensorflow.DistributedOptimizer`.
         others: refused. The errors for the optimizer's and Horovod's other arguments say what to write instead.
 
     Raises:

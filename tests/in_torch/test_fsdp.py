@@ -19,6 +19,7 @@ from tests.support.pools import on_ranks
 from tests.support.sharded import (
     POLICIES,
     Net,
+    Turned,
     batch,
     built,
     compressed,
@@ -588,20 +589,6 @@ def test_a_second_compression_of_one_model_is_refused_until_the_first_is_closed(
         first.close()  # once more, which must not end the second
         assert "are compressed already: close() their state first" in refusal(compress)
         second.close()
-
-
-class Turned(torch.nn.Module):
-    """Two layers of one size; the second replica runs the second one first."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
-
-    def forward(self, x):
-        layers = [self.first, self.second]
-        for layer in layers if dist.get_rank() == 0 else reversed(layers):
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -16,6 +16,7 @@ from tests.support.drawing import THOROUGH
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.sharded import (
     Net,
+    Turned,
     built,
     compressed,
     largest_difference,
@@ -199,20 +200,6 @@ def test_a_shard_axis_of_one_rank_is_data_parallelism():
     state.close()
     assert same_bits(weights)
     assert state.runner.context.size == 4
-
-
-class Turned(torch.nn.Module):
-    """Two layers of one size; rank 1 runs the second one first."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
-
-    def forward(self, x):
-        layers = [self.first, self.second]
-        for layer in layers if dist.get_rank() == 0 else reversed(layers):
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize("compress", ["compress_reduce_scatter", "compress_all_gather"])

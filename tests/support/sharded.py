@@ -41,6 +41,20 @@ class Net(torch.nn.Module):
         return self.last(torch.relu(self.spare(x) if spare else self.first(x)))
 
 
+class Turned(torch.nn.Module):
+    """Two layers of one size; the other ranks run the second one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        layers = [self.first, self.second]
+        for layer in layers if dist.get_rank() == 0 else reversed(layers):
+            x = layer(x)
+        return x
+
+
 def built(mesh: DeviceMesh, **options: Any) -> Net:
     """Return the model, sharded over a mesh."""
     torch.manual_seed(7)

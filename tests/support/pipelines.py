@@ -29,20 +29,6 @@ class FewParameters(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
-class SharedInput(nn.Module):
-    """Later layers read the input again."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x):
-        y = x
-        for layer in self.layers:
-            y = F.relu(layer(y)) + x
-        return y[:, :4]
-
-
 class ForkAndJoin(nn.Module):
     """Two branches of unequal length, joined."""
 
@@ -92,17 +78,6 @@ class TensorProduct(nn.Module):
 
     def forward(self, x):
         return torch.tanh(torch.einsum("ni,ik,kj->nj", x, self.a, self.b)) * self.scale.exp() + self.scale.exp()
-
-
-class WithEmbedding(nn.Module):
-    """Whole numbers in."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(11, 6), nn.Linear(18, 4)
-
-    def forward(self, x):
-        return self.head(F.gelu(self.table(x)).flatten(1))
 
 
 def gated(x, gate):
@@ -212,12 +187,10 @@ class Several(nn.Module):
 
 TOYS = (
     FewParameters,
-    SharedInput,
     ForkAndJoin,
     SharedParameter,
     OneOperation,
     TensorProduct,
-    WithEmbedding,
     FunctionInGraph,
     LossAsOutput,
     Convolutional,
@@ -269,7 +242,7 @@ def batch(name, step=0, rows=ROWS):
     """(args, kwargs, target) of a step."""
     draw = torch.Generator().manual_seed(100 + step)
     y = torch.randn(rows, 9 if name == "TiedEmbedding" else 4, generator=draw)
-    if name in ("WithEmbedding", "TiedEmbedding"):
+    if name == "TiedEmbedding":
         return (torch.randint(0, 9, (rows, 3), generator=draw),), {}, y
     x = torch.randn(rows, *((2, 8, 8) if name == "Convolutional" else (6,)), generator=draw)
     if name == "LossAsOutput":

@@ -96,7 +96,7 @@ def test_a_backup_within_an_epoch_goes_on_from_there_with_its_memories(tmp_path)
                 raise KeyboardInterrupt
 
     backup = keras.callbacks.BackupAndRestore(f"{tmp_path}/{grace.rank()}", save_freq=2)
-    model = sparse_with_momentum()
+    model = sparse_with_momentum(run_eagerly=True)
     with pytest.raises(KeyboardInterrupt):
         fit(model, range(1), [backup, Stop()])
 
@@ -107,7 +107,7 @@ def test_a_backup_within_an_epoch_goes_on_from_there_with_its_memories(tmp_path)
         def on_train_end(self, logs=None):
             seen.append(model.optimizer._grace.context.step)
 
-    model = sparse_with_momentum()
+    model = sparse_with_momentum(run_eagerly=True)
     fit(model, range(1), [backup, Look()])
     assert seen[0][0] == seen[1]
     assert seen[2] == 2 + 4  # the epoch is begun anew

@@ -250,7 +250,8 @@ def test_accumulated_gradients_of_all_ranks_outlast_a_file_and_a_broadcast(tmp_p
     """Ranks with gradients 2 and 4 stop between the two steps of an accumulation."""
     model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.layers[0].kernel.assign([[0.0]])
-    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)), "mse")
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2))
+    model.compile(optimizer, "mse", run_eagerly=True)
     batch = np.float32([[1.0]]), np.float32([[1.0 + grace.rank()]])
     model.fit(*batch, verbose=0)
     path = f"{tmp_path}/model.keras"

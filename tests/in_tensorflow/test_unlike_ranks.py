@@ -52,7 +52,7 @@ def test_one_rank_restores_a_model_and_the_others_take_it(tmp_path):
         model = keras.Sequential([inner, keras.layers.Dense(1)])
         if build:
             model.build((None, 4))
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
         return model
 
     def train(model):

@@ -457,17 +457,18 @@ def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
 @on_ranks(2)
 def test_a_state_that_is_loaded_at_the_anchor_stays(depth):
     """A program may load the best state so far where it has evaluated."""
-    model, optimizer, buffers = with_statistics(6)
-    saved, own, wanted = copied(optimizer.state_dict()), digest(weights(model)), buffers()
+    model, other = with_buffers(), with_buffers()
+    optimizer, resumed = (distributed(one, outer="nesterov", period=4) for one in (model, other))
+    train(model, optimizer, range(6))
+    saved, own, wanted = copied(optimizer.state_dict()), digest(weights(model)), buffers_of(model, optimizer)
     train(model, optimizer, range(6, 7))
-    other, resumed, of_other = with_statistics()
     for one, its in ((model, optimizer), (other, resumed)):
         with contextlib.ExitStack() as stack:
             for _ in range(depth):
                 stack.enter_context(its.anchor())
             its.load_state_dict(saved)
         assert digest(weights(one)) == own
-    assert buffers() == of_other() == wanted
+    assert buffers_of(model, optimizer) == buffers_of(other, resumed) == wanted
     train(model, optimizer, range(6, 7))  # is not refused as one at the anchor
 
 
@@ -580,8 +581,8 @@ def test_ranks_with_other_numbers_of_iterations_are_told_so():
         optimizer.flush() if grace.rank() == 1 else train(model, optimizer, range(3, 4))
 
 
-def with_buffers():
-    torch.manual_seed(0)
+def with_buffers(seed=0):
+    torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))
 
 
@@ -683,38 +684,15 @@ def test_buffers_that_a_module_assigns_are_averaged_too():
         assert torch.equal(model.mean, own)
 
 
-def with_statistics(steps=0):
-    """A model with statistics and a mask of infinities, its optimizer with a round after each fourth iteration, and
-    digests of its buffers, now and at the anchor."""
-    model = with_buffers()
-    model.register_buffer("mask", torch.full((3,), -torch.inf))
-    optimizer = distributed(model, outer="nesterov", period=4)
-    train(model, optimizer, range(steps))
+def buffers_of(model, optimizer):
+    """Digests of a model's statistics, now and at the anchor."""
 
-    def buffers():
-        own = digest({name: b for name, b in model.named_buffers() if b.is_floating_point()})
-        with optimizer.anchor():
-            return own, digest({name: b for name, b in model.named_buffers() if b.is_floating_point()})
+    def statistics():
+        return digest({name: b for name, b in model.named_buffers() if b.is_floating_point()})
 
-    return model, optimizer, buffers
-
-
-@pytest.mark.parametrize("save", ["state_dict", "full_state_dict"])
-@on_ranks(2)
-def test_a_ranks_own_buffers_are_resumed_bit_for_bit(save):
-    for stop in (2, 4, 6):  # before the first round, at a round, and within the second period
-        model, optimizer, buffers = with_statistics(stop)
-        with optimizer.anchor():
-            state = copied(getattr(optimizer, save)())
-        other, resumed, of_other = with_statistics()
-        resumed.load_state_dict(state)
-        assert of_other() == buffers()
-        for one, its in ((model, optimizer), (other, resumed)):
-            train(one, its, range(stop, 9))
-        assert of_other() == buffers(), stop
-        assert digest(weights(other)) == digest(weights(model))
-        optimizer.close()
-        resumed.close()
+    with optimizer.anchor():
+        shared = statistics()
+    return statistics(), shared
 
 
 @on_ranks(2)
@@ -748,29 +726,12 @@ def test_buffers_are_resumed_where_two_optimizers_of_one_model_save_at_their_anc
     return digest({name: b for name, b in model.state_dict().items() if b.is_floating_point()})
 
 
-def buffers_of_three():
-    _, optimizer, buffers = with_statistics(6)
-    return copied(optimizer.full_state_dict()), *buffers()
-
-
-def buffers_of_two(state):
-    _, optimizer, buffers = with_statistics()
-    optimizer.load_state_dict(state)
-    return buffers()
-
-
-def test_another_number_of_ranks_starts_from_the_buffers_of_the_last_round():
-    answers = ranks_of(3).run(buffers_of_three)
-    state, _, shared = answers[0]
-    assert len({own for _, own, _ in answers}) == 3
-    assert ranks_of(2).run(buffers_of_two, state) == [(shared, shared)] * 2
-
-
 class Run:
     """A run that saves and loads itself."""
 
     def __init__(self, choices, seed=0):
-        self.model = net(seed)
+        self.model = with_buffers(seed)
+        self.model.register_buffer("mask", torch.full((3,), -torch.inf))
         self.optimizer = distributed(self.model, inner=lambda p: torch.optim.AdamW(p, lr=0.01), **choices)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
 
@@ -780,7 +741,8 @@ class Run:
             self.schedule.step()
 
     def ends(self):
-        return digest([weights(self.model), anchors(self.optimizer), self.optimizer._grace.runner.state()])
+        values = [weights(self.model), anchors(self.optimizer), self.optimizer._grace.runner.state()]
+        return digest(values), buffers_of(self.model, self.optimizer)
 
 
 RESUMED = {
@@ -792,16 +754,21 @@ RESUMED = {
 }
 
 
+STOPS = (2, 4, 5, 6, 7)
+"""Before the first round, at a round's end, in the middle, and while fragments travel."""
+
+
 @pytest.mark.parametrize("choices", RESUMED)
 @on_ranks(2)
 def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(choices):
     run = Run(RESUMED[choices])
     saved = []
     for step in range(10):
-        if step in (4, 5, 6, 7):  # at a round's end, in the middle, and while fragments travel
-            saved.append(copied({"optimizer": run.optimizer.state_dict(), "schedule": run.schedule.state_dict()}))
+        if step in STOPS:  # in turns as it is, and where it evaluates
+            with run.optimizer.anchor() if step % 2 else contextlib.nullcontext():
+                saved.append(copied({"optimizer": run.optimizer.state_dict(), "schedule": run.schedule.state_dict()}))
         run.train(range(step, step + 1))
-    for stop, states in enumerate(saved, 4):
+    for stop, states in zip(STOPS, saved, strict=True):
         resumed = Run(RESUMED[choices], seed=9)
         resumed.optimizer.load_state_dict(states["optimizer"])
         resumed.schedule.load_state_dict(states["schedule"])
@@ -868,7 +835,7 @@ def test_shared_state_that_is_damaged_on_one_rank_is_dropped_on_all(rank, kind):
 def test_rounds_begin_anew_from_the_state_of_a_plain_optimizer():
     run = Run(RESUMED["plain"])
     run.train(range(3))
-    plain = copied(torch.optim.AdamW(net().parameters(), lr=0.01).state_dict())
+    plain = copied(torch.optim.AdamW(with_buffers().parameters(), lr=0.01).state_dict())
     with pytest.warns(UserWarning, match="saved by a plain optimizer"):
         run.optimizer.load_state_dict(plain, memory="keep")
     run.train(range(3, 6))
@@ -896,7 +863,8 @@ def saved_by_all():
     run.train(range(6))
     rounds = run.optimizer._grace.runner.outer_rounds
     drifts = {name: rounds.drift(shard) for name, shard in run.optimizer._grace.runner.shards.items()}
-    return copied({"state": run.optimizer.full_state_dict(), "anchors": anchors(run.optimizer), "drifts": drifts})
+    saved = {"state": run.optimizer.full_state_dict(), "anchors": anchors(run.optimizer), "drifts": drifts}
+    return copied({**saved, "buffers": buffers_of(run.model, run.optimizer)})
 
 
 def loaded_by_others(states):
@@ -907,13 +875,17 @@ def loaded_by_others(states):
         wanted = sum(one["drifts"][name] for one in states) / len(states)
         torch.testing.assert_close(rounds.drift(shard), wanted, rtol=1e-4, atol=1e-6)
     assert digest(anchors(run.optimizer)) == digest(states[0]["anchors"])
+    assert buffers_of(run.model, run.optimizer) == (states[0]["buffers"][1],) * 2
     run.train(range(6, 9))
     return digest(anchors(run.optimizer))
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
-def test_another_number_of_ranks_goes_on_from_the_anchors_and_the_mean_drift(before, after):
+def test_another_number_of_ranks_goes_on_from_the_anchors_the_mean_drift_and_the_buffers_of_the_last_round(
+    before, after
+):
     states = ranks_of(before).run(saved_by_all)
+    assert len({state["buffers"][0] for state in states}) == before
     assert len(set(ranks_of(after).run(loaded_by_others, states))) == 1
 
 

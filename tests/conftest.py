@@ -43,6 +43,8 @@ def pytest_configure(config):
     """Fewer examples for ``@given`` in `make check`, which leaves out the slow tests."""
     usual = "quick" if "not slow" in config.option.markexpr else "all"
     settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzzing.py
+    if config.option.markexpr == "alone":  # benchmarks in torch
+        warm.BEFOREHAND = warm.BEFOREHAND[: warm.BEFOREHAND.index("tensorflow")]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -104,9 +106,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """Workers are no forks themselves."""
+    """Workers are no forks themselves, and most of them start some."""
     for spec in specs:
         spec.python = warm.REAL
+    if "not ranks" not in config.option.markexpr:
+        warm.start()
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -47,9 +47,9 @@ BEFOREHAND = [
     *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
     *("torch._dynamo", "torch._dynamo.backends.common", "torch._inductor.cudagraph_trees", "torch.export._trace"),
     *("torch.distributed.optim", "torch.distributed.pipelining"),
-    *("tensorflow", "keras", "mpi4py", "sklearn.datasets", "pytest", "hypothesis"),
+    *("mpi4py", "sklearn.datasets", "pytest", "hypothesis"),
     *("horovod", "horovod.common.util", "horovod.runner.launch"),  # not both of its frameworks: they exclude each other
-    "lightning.pytorch",  # with transformers and accelerate
+    *("tensorflow", "keras", "lightning.pytorch"),  # the last with transformers and accelerate
 ]
 """Modules that the server imports; packages that are not installed are left out."""
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
@@ -88,6 +88,13 @@ def _fill(folder: Path, real: Path) -> None:
             (folder / other.name).chmod(0o755)
         else:
             (folder / other.name).symlink_to(other)
+
+
+def start() -> None:
+    """Start the server before a program is called, so that it imports what they do while others import tests."""
+    if "GRACE_WARM" in os.environ:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(f"{os.environ['GRACE_WARM']}/.server")
 
 
 def _start_when_called(listener: socket.socket) -> None:
@@ -168,7 +175,7 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 client, _ = listener.accept()
                 try:
                     request, files = _receive(client)
-                except (OSError, ValueError):
+                except (OSError, EOFError, ValueError):
                     client.close()
                     continue
                 if (pid := os.fork()) == 0:

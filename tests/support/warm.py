@@ -349,10 +349,12 @@ def _main(listener: int, *beforehand: str) -> None:
     _become(request, files, hidden)
     sys.meta_path.insert(0, hidden)
     code = _outcome(request["argv"])
-    if {"mpi4py.MPI", "horovod.torch", "horovod.tensorflow"} & set(sys.modules):  # MPI ends with the interpreter
-        sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        with contextlib.suppress(mpi.Exception):
+            mpi.Finalize()  # which mpi4py does when the interpreter ends
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

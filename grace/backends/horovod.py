@@ -111,11 +111,8 @@ class Operation:
     received: Tensor = None
 
     def result(self) -> Tensor | list[Tensor]:
-        """Return the result for the backend's caller.
-
-        Raises:
-            ExchangeError: other ranks sent tensors of another length, which Horovod allows.
-        """
+        """Return the result for the backend's caller. Raise ExchangeError if other ranks sent tensors of another
+        length, which Horovod allows."""
         if not self.rows:
             return self.received
         length = self.received.shape[0] // self.rows

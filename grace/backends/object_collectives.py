@@ -35,14 +35,7 @@ def chosen_root(root: int, root_rank: int | None, size: int) -> int:
 
 
 def engine_for(framework: str) -> Backend:
-    """Return the engine of this run.
-
-    Args:
-        framework: the framework whose tensors it is to move.
-
-    Raises:
-        ConfigError: the engine does not move them.
-    """
+    """Return the engine of this run; raise ConfigError if it does not move a framework's tensors."""
     backend = current()
     if backend.framework not in ("", framework):
         raise ConfigError(

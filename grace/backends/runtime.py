@@ -120,11 +120,7 @@ def current() -> Backend:
 
 
 def backend_or_current(backend: Backend | None) -> Backend:
-    """Return the backend that a user gave, or that of this run if none was given.
-
-    Raises:
-        ConfigError: the user gave another object.
-    """
+    """Return the backend that a user gave, or that of this run if none was given; refuse another object."""
     if backend is None:
         return current()
     if not isinstance(backend, Backend):
@@ -133,24 +129,15 @@ def backend_or_current(backend: Backend | None) -> Backend:
 
 
 def check_group(backend: Backend) -> None:
-    """Refuse an engine that the program has made of fewer ranks than were started, unless the user has named it.
-
-    Args:
-        backend: a backend over all of the engine's ranks; the exchange may use a group of them.
-
-    Raises:
-        ConfigError: the engine has fewer ranks.
-    """
+    """Raise ConfigError if the program has made an engine of fewer ranks than were started, and the user has not named
+    it. The backend is over all of the engine's ranks; the exchange may use a group of them."""
     if not _named and not launchers.chosen():
         world_size_check.check_engine(backend)
 
 
 def joined() -> Backend:
-    """Return the backend that :func:`init` joined, or this process alone.
-
-    Raises:
-        ConfigError: a launcher has started several ranks, and ``grace.init()`` was not called.
-    """
+    """Return the backend that :func:`init` joined, or this process alone. Raise ConfigError if a launcher has started
+    several ranks, and ``grace.init()`` was not called."""
     name = _detect() if _current is None else "local"
     if name != "local":
         raise ConfigError(

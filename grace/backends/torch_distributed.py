@@ -226,14 +226,8 @@ class TorchBackend(Backend):
 
 
 def _mpi_rendezvous() -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` for ranks that mpirun or srun has started, exchanged over MPI.
-
-    Returns:
-        Address of rank 0, rank and size; empty where torch's own variables are set, or MPI has started no ranks.
-
-    Raises:
-        MissingExtraError: mpi4py is not installed.
-    """
+    """Return arguments of ``init_process_group`` for ranks that mpirun or srun has started, exchanged over MPI: address
+    of rank 0, rank and size. They are empty where torch's own variables are set, or MPI has started no ranks."""
     if "MASTER_ADDR" in os.environ or all(os.environ.get(name, "1") in ("", "1") for name in MPI_SIZES):
         return {}
     try:

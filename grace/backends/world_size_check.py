@@ -11,15 +11,8 @@ STARTERS = {"horovod": "horovodrun or mpirun", "torch": "torchrun", "mpi": "mpir
 
 
 def check_engine(backend: Backend, framework: str = "") -> None:
-    """Refuse an engine that sees fewer ranks than a launcher has started, or than another engine of this process.
-
-    Args:
-        backend: the engine that Grace has found.
-        framework: the framework whose tensors it is to move, if that is known.
-
-    Raises:
-        ConfigError: the engine sees fewer ranks.
-    """
+    """Raise ConfigError if an engine sees fewer ranks than a launcher has started, or than another engine of this
+    process. The framework is that of the tensors that it is to move, if that is known."""
     if backend.elastic:  # ranks come and go, and the launcher's variables stay
         return
     launcher = launchers.detect(partly=True)
@@ -43,11 +36,8 @@ def tensorflow_not_supported(launcher: Launcher | None) -> ConfigError:
 
 
 def check_other_engines(backend: Backend) -> None:
-    """Refuse an engine that sees fewer ranks than another one that the program has initialized, perhaps since.
-
-    Raises:
-        ConfigError: the engine sees fewer ranks.
-    """
+    """Raise ConfigError if an engine sees fewer ranks than another one that the program has initialized, perhaps
+    since."""
     for name, size in launchers.initialized_sizes().items():
         if size > backend.size and not backend.elastic:
             remedy = f"say which engine counts: grace.init({name!r})"
@@ -61,15 +51,8 @@ def check_other_engines(backend: Backend) -> None:
 
 
 def check_trainer(size: int, way: str) -> None:
-    """Refuse a trainer that knows fewer ranks than a launcher has started.
-
-    Args:
-        size: the number of ranks that the trainer knows.
-        way: the advice how to tell the trainer of all of them, for the message.
-
-    Raises:
-        ConfigError: the trainer knows fewer ranks.
-    """
+    """Raise ConfigError if a trainer knows fewer ranks than a launcher has started; ``way`` is the advice how to tell
+    the trainer of all of them."""
     launcher = launchers.detect(partly=True)
     if launcher is not None and launcher.size > size and not launchers.chosen():
         raise ConfigError(

@@ -149,11 +149,8 @@ def calibrate(given: Given) -> None:
 
 
 def _device_and_threads(framework: str) -> tuple[str, int]:
-    """Return the device of a framework's gradients, and the number of threads that compute with them.
-
-    Raises:
-        ConfigError: there is no such framework, or it is not installed.
-    """
+    """Return the device of a framework's gradients, and the number of threads that compute with them. Refuse a
+    framework that there is not, or that is not installed."""
     if framework not in FRAMEWORKS:
         raise ConfigError(f"--framework is torch, tensorflow or numpy, not {framework!r}")
     require(framework, framework)

@@ -115,11 +115,7 @@ def random_gradients(
 
 
 def load_cluster(resources: Path | None, ranks: int | None) -> Cluster | None:
-    """Return the cluster of a file, or so many ranks on one node; None without both.
-
-    Raises:
-        ConfigError: both are given, or the file is refused.
-    """
+    """Return the cluster of a file, or so many ranks on one node; None without both. Refuse both together."""
     if ranks is not None and resources is not None:
         raise ConfigError(f"{resources} says how many ranks there are; -n is for planning without a cluster's file")
     if resources is not None:

@@ -43,11 +43,8 @@ def run_steps(model: Model, loss: Loss, variables: Sequence[Variable], progress:
     """Run some steps of plain SGD on one batch, which change the model's weights.
 
     In torch a hook notes when each gradient is there. In TensorFlow all are there when backward ends, since exchanges
-    begin then; forward and backward are timed as compiled functions.
-
-    Raises:
-        ConfigError: a step fails, or its gradients are not finite.
-    """
+    begin then; forward and backward are timed as compiled functions. A ConfigError says which step failed, or which
+    gradient is not finite."""
     run = _run_torch if framework_of(model) == "torch" else _run_keras
     try:
         found = run(model, loss, variables, progress)

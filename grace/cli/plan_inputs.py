@@ -182,11 +182,7 @@ def _calibrated_cluster(ranks: int | None, calibration: Calibration) -> Cluster:
 
 def read_calibration(path: Path, framework: str) -> Calibration:
     """Read a calibration that is of the last 30 days, of these versions, and of the model's framework; "numpy" takes
-    any.
-
-    Raises:
-        ConfigError: the calibration is another; the message names the file and the difference.
-    """
+    any. A ConfigError names the file and the difference."""
     key = read(path).key
     here = Key.of_run(LocalBackend(), ["here"], framework, key.threads)
     expected = key.framework if framework == "numpy" else here.framework

@@ -37,13 +37,8 @@ def check_writable(path: Path, make_folder: bool = True) -> None:
 
 
 def check_outputs(*paths: Path | None, sources: Iterable[Path | None] = (), make_folder: bool = False) -> None:
-    """Raise a ConfigError if a command could not write its files, or would write two into one, or over what it reads.
-
-    Args:
-        paths: the files that the user named; None where an option is not given.
-        sources: the files that the command reads.
-        make_folder: True to make missing folders.
-    """
+    """Raise a ConfigError if a command could not write its files, or would write two into one, or over its sources.
+    Where an option is not given its file is None."""
     given = [path for path in paths if path is not None]
     for path in given:
         check_writable(path, make_folder)

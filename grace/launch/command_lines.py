@@ -110,10 +110,8 @@ def command(
 
 
 def checked_strategy(given: str) -> str:
-    """Return a strategy in the form that all ranks understand: a file's absolute path, or a builder's spec.
-
-    Raises:
-        ConfigError: there is no such file and no such builder.
+    """Return a strategy in the form that all ranks understand: a file's absolute path, or a builder's spec. A
+    ConfigError says that there is neither.
 
     >>> checked_strategy("auto(quality='half')")
     "auto(quality='half')"
@@ -200,11 +198,7 @@ def is_python(name: str) -> bool:
 
 
 def check_script(program: Sequence[str]) -> None:
-    """Raise ConfigError if Python is to run a file that does not exist.
-
-    Raises:
-        ConfigError: there is no such file here.
-    """
+    """Raise ConfigError if Python is to run a file that does not exist here."""
     script = program[1] if len(program) > 1 and is_python(program[0]) else "-"
     if not script.startswith("-") and not Path(script).exists():
         raise ConfigError(f"cannot start {script}: there is no such file in {os.getcwd()}")

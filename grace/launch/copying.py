@@ -40,11 +40,8 @@ def commands(resources: "Resources", files: Sequence[Path | str], rsync: bool | 
 
 
 def copy(resources: "Resources", files: Sequence[Path | str]) -> None:
-    """Put files on all nodes but the chief, one node after the other.
-
-    Raises:
-        ConfigError: a file does not exist, or a node does not take it; the message has the node, and the reason.
-    """
+    """Put files on all nodes but the chief, one node after the other. A ConfigError says which file does not exist, or
+    which node does not take it, and why."""
     for node in resources.ordered:
         if not node.chief and files:
             make, *copies = _commands_for(resources, node, files)

@@ -75,11 +75,7 @@ def _run(commands: Sequence[Command]) -> End:
 
 
 def check_program(name: str) -> None:
-    """Raise ConfigError if there is no such program, in PATH or beside this Python.
-
-    Raises:
-        ConfigError: there is none, or it cannot be executed.
-    """
+    """Raise ConfigError if there is no such program, in PATH or beside this Python, or it cannot be executed."""
     if shutil.which(name, path=_search_path()) is None:
         why = "it is not executable" if Path(name).is_file() else os.strerror(errno.ENOENT)
         raise ConfigError(f"cannot start {name}: {why}")

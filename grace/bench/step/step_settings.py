@@ -43,10 +43,6 @@ def baseline_names(text: str) -> list[str]:
 class StepSettings:
     """Settings of the benchmark. Each number of ranks over each network is a scenario.
 
-    Raises:
-        ConfigError: a value cannot work.
-        MissingExtraError: the engine is not installed.
-
     >>> StepSettings(methods=["topk"], bandwidths=[1e9]).scenarios
     [(2, 1000000000.0)]
     """

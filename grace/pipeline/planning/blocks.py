@@ -67,9 +67,6 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = lambda parameters, kept: T
         most: largest number of blocks, k; exceeded only if no two neighbours fit on a device together.
         fits: True if a block fits on a device. Units that do not fit alone are blocks of their own.
 
-    Raises:
-        ConfigError: ``most`` is less than 1.
-
     >>> from grace.pipeline.planning.graph import GraphNode
     >>> nodes = [GraphNode(f"n{i}", (f"n{i - 1}",) if i else ("x",), forward=1.0) for i in range(8)]
     >>> [len(block.nodes) for block in blocks(Graph(tuple(nodes), {"x": 1.0}, ("n7",)), most=4)]

@@ -256,11 +256,7 @@ class Graph:
 
     @classmethod
     def from_dict(cls, document: object, source: str = "the document") -> "Graph":
-        """Return the graph of a JSON document.
-
-        Raises:
-            ConfigError: the document is no graph, or one of another version; the message names the field.
-        """
+        """Return the graph of a JSON document. A ConfigError names the field that is wrong, as another version."""
         if not isinstance(document, dict) or "graph" not in document:
             raise ConfigError(f"{source} is no graph: it needs the field graph (its version)")
         if document["graph"] != VERSION:
@@ -275,11 +271,7 @@ class Graph:
 
     @classmethod
     def load(cls, path: str | Path) -> "Graph":
-        """Return the graph in a file.
-
-        Raises:
-            ConfigError: the file has no graph.
-        """
+        """Return the graph in a file; raise ConfigError if it has none."""
         return cls.from_dict(documents.parse(documents.read(Path(path)), str(path), only_json=True), str(path))
 
 

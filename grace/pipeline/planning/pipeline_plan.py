@@ -129,16 +129,8 @@ class PipelinePlan:
         return next((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def check(self, graph: Graph, ranks: int, versions: Mapping[str, object] | None = None) -> None:
-        """Refuse a plan for another model, number of ranks or version.
-
-        Args:
-            graph: the model.
-            ranks: number of ranks.
-            versions: versions of packages, which must equal those that the plan names.
-
-        Raises:
-            ConfigError: the plan does not fit; the message names the difference.
-        """
+        """Raise ConfigError if the plan is for another model, number of ranks, or versions of packages. The message
+        names the difference."""
         if self.model != graph.key:
             raise ConfigError(
                 f"the plan is for another model ({self.model[:12]}, and this one is {graph.key[:12]}): plan again"
@@ -161,11 +153,7 @@ class PipelinePlan:
 
     @classmethod
     def from_dict(cls, document: object, source: str = "the plan") -> "PipelinePlan":
-        """Return the plan of a JSON document.
-
-        Raises:
-            ConfigError: the document is no plan, or one of another version; the message names the field.
-        """
+        """Return the plan of a JSON document. A ConfigError names the field that is wrong, as another version."""
         if not isinstance(document, dict):
             raise ConfigError(f"{source} is no plan of a pipeline: it must be an object")
         versions = document.get("versions")
@@ -180,11 +168,7 @@ class PipelinePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> "PipelinePlan":
-        """Return the plan in a file.
-
-        Raises:
-            ConfigError: the file has no plan.
-        """
+        """Return the plan in a file; raise ConfigError if it has none."""
         return cls.from_dict(documents.parse(documents.read(Path(path)), str(path), only_json=True), str(path))
 
     def cells(self) -> list[tuple[str, ...]]:

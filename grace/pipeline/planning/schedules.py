@@ -47,10 +47,7 @@ def micro_batches_in_flight(schedule: str, stage: int, stages: int, microbatches
 
 
 def actions_of(schedule: str, stage: int, stages: int, microbatches: int) -> list[Action]:
-    """Return the computations of a stage, in order.
-
-    Raises:
-        ConfigError: torch refuses the schedule (:func:`schedule_error`).
+    """Return the computations of a stage, in order; raise ConfigError if torch refuses the schedule.
 
     >>> " ".join(f"{kind}{m}" for kind, m in actions_of("1f1b", 0, 2, 3))
     'F0 F1 B0 F2 B1 B2'

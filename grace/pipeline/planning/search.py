@@ -255,11 +255,7 @@ class _Candidate(NamedTuple):
 
 
 def search(space: Space, options: SearchOptions) -> PipelinePlan:
-    """Return the plan of a space with the shortest predicted step.
-
-    Raises:
-        ConfigError: see :func:`search_plan`.
-    """
+    """Return the plan of a space with the shortest predicted step, or raise as :func:`search_plan` does."""
     searches = list(_searches(space, options))
     if not searches:
         raise ConfigError(_no_plan_message(space, options))

@@ -49,9 +49,6 @@ class SimulatedStep:
 def simulate_schedule(schedule: str, stages: Sequence[Stage], microbatches: int) -> SimulatedStep:
     """Simulate a step of a schedule, of stages with their seconds for a micro-batch.
 
-    Raises:
-        ConfigError: torch refuses the schedule.
-
     >>> stages = [Stage((f"n{rank}",), (rank,), forward=1.0, backward=2.0) for rank in range(2)]
     >>> simulate_schedule("gpipe", stages, microbatches=4).seconds
     15.0

@@ -31,9 +31,6 @@ class Atoms:
             runs once.
         values: fake values of all nodes, under the autocast that is active now.
         inseparable: sets of names of nodes that must be in one stage.
-
-    Raises:
-        ConfigError: nothing in the model depends on its inputs.
     """
 
     def __init__(self, captured: Captured):

@@ -14,10 +14,8 @@ B = TypeVar("B")
 
 
 def count_rows(flat: Sequence[object], whole: Sequence[bool] | None = None) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor that has one.
-
-    Raises:
-        ConfigError: the batch has no such tensor.
+    """Return the number of rows of a batch: the first dimension of its first tensor that has one. Refuse a batch
+    without such a tensor.
 
     >>> count_rows([2.5, torch.ones(6, 2)])
     6
@@ -62,9 +60,6 @@ def micro_batches(
             [r M/R, (r+1) M/R) of a micro-batch of M rows.
         flat: the batch's tensors and other values.
         whole: for each value of ``flat``, True if it has no rows whatever its shape is.
-
-    Raises:
-        ConfigError: the rows cannot be divided.
 
     >>> [one[0].tolist() for one in micro_batches(8, 2, 1, 2, [torch.arange(8)])]
     [[2, 3], [6, 7]]

@@ -63,11 +63,8 @@ class Captured:
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
     def flat(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
-        """Return the inputs of a call in the order of the graph's placeholders.
-
-        Raises:
-            ConfigError: the arguments have another structure than those that the model was captured with.
-        """
+        """Return the inputs of a call in the order of the graph's placeholders. Refuse arguments of another structure
+        than those that the model was captured with."""
         spec = self.in_spec
         # a call may give keywords in another order than the example
         ordered = {name: kwargs[name] for name in spec.child(1).context if name in kwargs}
@@ -245,11 +242,7 @@ def split_call(example: object) -> tuple[tuple[object, ...], Mapping[str, object
 
 
 def check_plain_model(model: torch.nn.Module) -> None:
-    """Refuse objects that are not torch modules, sharded parameters, and DistributedDataParallel.
-
-    Raises:
-        ConfigError: the model is such an object, or has such parameters.
-    """
+    """Raise ConfigError for objects that are not torch modules, sharded parameters, and DistributedDataParallel."""
     if not isinstance(model, torch.nn.Module):
         kind = f"{type(model).__module__.partition('.')[0]}'s {type(model).__name__}"
         raise ConfigError(

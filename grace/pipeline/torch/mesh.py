@@ -85,11 +85,8 @@ class Mesh:
 
     @contextlib.contextmanager
     def naming_failed_rank(self, what: str) -> Iterator[None]:
-        """Return a context whose errors name the rank that has ended, or where each rank is, if the engine fails.
-
-        Raises:
-            ExchangeError: the engine failed.
-        """
+        """Return a context that raises ExchangeError if the engine fails, which names the rank that has ended, or where
+        each rank is."""
         with waiting(lambda: what) as wait:
             try:
                 yield

@@ -307,11 +307,7 @@ class Pipeline:
 
     def _begin_call(self, args: Args, kwargs: Kwargs, targeted: bool) -> Work:
         """Return this rank's work in a call, which the ranks have compared. ``targeted`` is True if the last of
-        ``args`` is the target, provided that there is a loss function.
-
-        Raises:
-            ExchangeError: a former call failed on this rank, in the middle of the messages between stages.
-        """
+        ``args`` is the target, provided that there is a loss function."""
         if self._failure:
             raise ExchangeError(
                 f"a call of this pipeline has failed on this rank: {self._failure}. Other stages wait for its "

@@ -330,11 +330,8 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _undamaged_states(saved: object, memory: str) -> tuple[list[SavedState], list[str]]:
-    """Return the Grace states of a whole model's stages, and the descriptions of damaged parts that were dropped.
-
-    Raises:
-        ConfigError: ``saved`` is not such a state, or is damaged.
-    """
+    """Return the Grace states of a whole model's stages, and the descriptions of damaged parts that were dropped. A
+    ConfigError says what is no such state."""
     if not isinstance(saved, Mapping):
         raise ConfigError(f"a state of the pipeline's optimizer is a dict, not {state_schema.short(saved)}")
     names = saved.get("names")

@@ -34,11 +34,7 @@ def search_plan_by_throughput(
 ) -> PipelinePlan:
     """Return the plan with the most rows per second, of an example of so many rows. With ``each`` these are one
     replica's, so that all stages have equally many replicas unless the user gives a number for each; else they are all
-    replicas'. The network is :data:`DEFAULT_LINKS` if ``links`` is None.
-
-    Raises:
-        ConfigError: no plan fits.
-    """
+    replicas'. The network is :data:`DEFAULT_LINKS` if ``links`` is None. A ConfigError says why no plan fits."""
     by_stage = options.replicas_by_stage
     counts: list[int | None] = [None]
     if each and not by_stage:
@@ -68,11 +64,8 @@ def search_plan_by_throughput(
 
 
 def check_optimizer_state_whole(make_optimizer: MakeOptimizer) -> None:
-    """Refuse optimizers whose state is spread over ranks. Every rank must call it: making one may be a collective.
-
-    Raises:
-        ConfigError: ``make_optimizer`` makes such an optimizer.
-    """
+    """Raise ConfigError if the user's optimizer spreads its state over ranks. Every rank must call it: making one may
+    be a collective."""
     try:
         optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(8, 8))])
     except Exception:  # it needs the model's own parameters
@@ -133,11 +126,7 @@ def update_seconds(make_optimizer: MakeOptimizer, device: torch.device) -> float
 
 
 def given_plan(plan: PipelinePlan | str | os.PathLike[str] | None) -> PipelinePlan | None:
-    """Return the user's plan, or the plan of the user's file; None if there is none yet.
-
-    Raises:
-        ConfigError: the argument is neither a plan nor a file, or the file has no plan.
-    """
+    """Return the user's plan, or the plan of the user's file; None if there is none yet. Refuse what is neither."""
     if plan is None or isinstance(plan, PipelinePlan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):

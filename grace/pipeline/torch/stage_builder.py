@@ -156,11 +156,7 @@ def evaluation_stages(
     graph: Graph, nodes: Sequence[Sequence[str]], owners: Mapping[str, Collection[int]]
 ) -> Sequence[Sequence[str]]:
     """Return the nodes of each stage in evaluation: as in training where nodes have the same names, else by their
-    parameters. ``owners`` has the stages of each parameter and buffer.
-
-    Raises:
-        ConfigError: a node fits into no stage.
-    """
+    parameters. ``owners`` has the stages of each parameter and buffer. Refuse a node that fits into no stage."""
     stages = {name: i for i, names in enumerate(nodes) for name in names}
     with contextlib.suppress(ConfigError):  # torch.export numbers names: one may be another node in evaluation
         found = _assign_by_owners(graph, owners, len(nodes), stages)

@@ -44,22 +44,15 @@ MEAN_OF_LOSSES = (
 
 
 def check_mean(loss_fn: object) -> None:
-    """Refuse a loss function of torch that says that it sums over rows.
-
-    Raises:
-        ConfigError: it has ``reduction="sum"``.
-    """
+    """Raise ConfigError for a loss function of torch with ``reduction="sum"``, which sums over rows."""
     keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
     if "sum" in (getattr(loss_fn, "reduction", None), keywords.get("reduction")):
         raise ConfigError(f"loss_fn sums over rows, and {MEAN_OF_LOSSES}")
 
 
 def check_options(options: Mapping[str, object], model: torch.nn.Module) -> None:
-    """Refuse options that a pipeline does not pass on to the distributed optimizer.
-
-    Raises:
-        ConfigError: an option is not passed on, or a layer has sparse gradients and ``sparse_as_dense`` was not given.
-    """
+    """Raise ConfigError for an option that is not passed on to the distributed optimizer, and for a layer with sparse
+    gradients without ``sparse_as_dense``."""
     odd = [name for name in options if name not in OPTIONS]
     if odd:
         why = INSTEAD.get(odd[0], f"of a distributed optimizer's it takes {', '.join(OPTIONS)}")
@@ -236,11 +229,7 @@ class Gradients:
 
     @torch.no_grad()
     def add(self, computed: ComputedGradients, factor: float = 1.0) -> None:
-        """Add a schedule's gradients, times a factor, to ``p.grad``.
-
-        Raises:
-            ConfigError: they were added before.
-        """
+        """Add a schedule's gradients, times a factor, to ``p.grad``. Refuse ones that were added before."""
         if computed.added:
             raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
         if self.exchanged:

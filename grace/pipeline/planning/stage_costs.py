@@ -87,12 +87,13 @@ class _Sums(NamedTuple):
         return _of_runs(self.fixed) + _of_runs(self.by_rows) * scale
 
 
+@dataclass(eq=False)
 class Space:
     """The space of a search: a model in blocks, and devices.
 
-    Args:
+    Attributes:
         graph: the model.
-        made: blocks, in an order in which each reads values of earlier ones only.
+        blocks: in an order in which each reads values of earlier ones only.
         devices: the devices.
         exchanges: predictor of the gradients' exchange.
         batch: rows of a step.
@@ -101,25 +102,17 @@ class Space:
         update: seconds of the optimizer's step for each byte of parameters.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        made: Sequence[ModelBlock],
-        devices: Devices,
-        exchanges: Exchanges,
-        batch: int,
-        limit: float = math.inf,
-        state: float = 0.0,
-        update: float = 0.0,
-    ):
-        self.graph = graph
-        self.blocks = list(made)
-        self.devices = devices
-        self.exchanges = exchanges
-        self.batch = batch
-        self.limit = limit
-        self.state = state
-        self.update = update
+    graph: Graph
+    blocks: Sequence[ModelBlock]
+    devices: Devices
+    exchanges: Exchanges
+    batch: int
+    limit: float = math.inf
+    state: float = 0.0
+    update: float = 0.0
+
+    def __post_init__(self) -> None:
+        graph = self.graph
         self.count = len(self.blocks)
         nodes = [[graph.nodes[graph.index[name]] for name in block.nodes] for block in self.blocks]
         self._forward = _Sums.of_blocks([(n.forward, n.overhead) for n in own] for own in nodes)

@@ -12,6 +12,7 @@ of squares is least is taken, by the same recursion.
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -39,26 +40,22 @@ class StageCut(NamedTuple):
         return list(itertools.pairwise((0, *self.ends)))
 
 
+@dataclass(eq=False)
 class StageSearch:
     """The dynamic program for one setting and number of stages, and the possible numbers of ``replicas`` of each stage
     (None for any). It minimizes the longest stage, or with ``by_memory`` the largest memory."""
 
-    def __init__(
-        self,
-        space: Space,
-        setting: Setting,
-        stages: int,
-        replicas: Sequence[Collection[int]] | None = None,
-        by_memory: bool = False,
-    ):
-        self.space = space
-        self.setting = setting
-        self.stages = stages
-        self.by_memory = by_memory
-        self.devices = space.devices.count
-        self.most = self.devices // setting.equal_stages if setting.equal_stages else self.devices
+    space: Space
+    setting: Setting
+    stages: int
+    replicas: Sequence[Collection[int]] | None = None
+    by_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.devices = self.space.devices.count
+        equal_stages = self.setting.equal_stages
+        self.most = self.devices // equal_stages if equal_stages else self.devices
         """Largest number of replicas of a stage."""
-        self.replicas = replicas
 
     def cost(self, left: int, ranks: int) -> np.ndarray:
         """Return the cost [i, j, r] of the first of the last ``left`` stages, for which ``ranks`` ranks are left."""

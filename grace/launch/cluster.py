@@ -11,6 +11,7 @@
 import collections
 import ipaddress
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,18 @@ WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 LAST_DEVICE = 65535
+
+
+def _matching(pattern: re.Pattern[str], right: str, text: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError(f"must be {right}, not {shown(text)}")
+    return text
+
+
+Host = Annotated[
+    str, pydantic.AfterValidator(partial(_matching, HOST, "a host name or an IPv4 address, as in 10.0.0.1"))
+]
+User = Annotated[str, pydantic.AfterValidator(partial(_matching, WORD, "a user's name"))]
 Device = Annotated[int, pydantic.Field(ge=0, le=LAST_DEVICE)]
 Port = Annotated[int, pydantic.Field(ge=1, le=65535)]
 
@@ -61,7 +74,7 @@ class Node(_Part):
         network_bandwidth: Gbit/s.
     """
 
-    address: str
+    address: Host
     chief: bool = False
     gpus: list[Device] = []
     cpus: list[Device] = []
@@ -76,11 +89,6 @@ class Node(_Part):
         (2, 1, 1)
         """
         return len(self.gpus) or len(self.cpus) or 1
-
-    @pydantic.field_validator("address")
-    @classmethod
-    def _host(cls, address: str) -> str:
-        return _matching(HOST, address, "a host name or an IPv4 address, as in 10.0.0.1")
 
     @pydantic.field_validator("gpus", "cpus")
     @classmethod
@@ -111,22 +119,17 @@ class SSH(_Part):
         setup: lines that bash runs on the nodes first (``module load cuda``); one that fails ends the job.
     """
 
-    username: str | None = None
+    username: User | None = None
     port: Port = 22
     key_file: str | None = None
     python_venv: str | None = None
     shared_envs: dict[str, str] = {}
     setup: list[str] = []
 
-    @pydantic.field_validator("username")
-    @classmethod
-    def _user(cls, username: str | None) -> str | None:
-        return None if username is None else _matching(WORD, username, "a user's name")
-
     @pydantic.field_validator("key_file", "python_venv")
     @classmethod
     def _path(cls, path: str | None) -> str | None:
-        if path is not None and (not path or path.startswith("-") or _control(path)):
+        if path is not None and (not path or path.startswith("-") or any(ord(character) < 32 for character in path)):
             raise ValueError(f"must be a path, not {shown(path)}")
         return path
 
@@ -154,7 +157,7 @@ class SSH(_Part):
     @classmethod
     def _variables(cls, variables: dict[str, str]) -> dict[str, str]:
         for name, value in variables.items():
-            _matching(VARIABLE, name, "names of environment variables to values")
+            _matching(VARIABLE, "names of environment variables to values", name)
             if "\0" in value:
                 raise ValueError(f"the value of {name} has a zero byte")
         return variables
@@ -288,16 +291,6 @@ def _read(path: Path) -> Any:
     if path.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: must be a .yaml, .yml or .json file")
     return documents.parse(documents.read(path), str(path))
-
-
-def _matching(pattern: re.Pattern[str], text: str, right: str) -> str:
-    if not pattern.fullmatch(text):
-        raise ValueError(f"must be {right}, not {shown(text)}")
-    return text
-
-
-def _control(text: str) -> bool:
-    return any(ord(character) < 32 for character in text)
 
 
 def _is_loopback(address: str) -> bool:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -21,17 +21,12 @@ KILLING = 2
 
 
 @contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """Return a context in which SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that our child processes
-    end too."""
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread set handlers
+def _handled(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """Return a context in which signals have a handler; not in other threads, where Python sets none."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
@@ -40,23 +35,26 @@ def signals_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Return a context in which SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that our child processes
+    end too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handled(interrupt, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
     """Return a context at whose end signals that end a program have their effect, so that commands that are started in
     it are awaited."""
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread set handlers
-        yield
-        return
     came = list[int]()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        with _handled(lambda number, frame: came.append(number), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
 

@@ -331,7 +331,7 @@ def _shared_for_launcher(resources: "Resources") -> dict[str, str]:
     """Return the shared variables as a launcher passes them on: those that refer to other variables are joined in one,
     which the nodes expand."""
     shared = _shared(resources)
-    expanded = {name: value for name, value in shared.items() if preparing.has_references(value)}
+    expanded = {name: value for name, value in shared.items() if preparing.REFERENCE.search(value)}
     plain = {name: value for name, value in shared.items() if name not in expanded}
     return {**plain, preparing.EXPORTS: preparing.exports(expanded)} if expanded else plain
 

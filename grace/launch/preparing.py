@@ -124,15 +124,6 @@ def expand_locally(value: str) -> str:
     return REFERENCE.sub(lambda found: os.environ.get(found[1] or found[2], "") if found[1] or found[2] else "$", value)
 
 
-def has_references(value: str) -> bool:
-    """Return True if a value has references to expand.
-
-    >>> has_references("$LD_LIBRARY_PATH:/usr/local/cuda/lib64"), has_references("5$")
-    (True, False)
-    """
-    return REFERENCE.search(value) is not None
-
-
 def this_machine() -> str:
     """Return the name by which :func:`wrap_in_bash` knows the machine that the launcher runs on."""
     return platform.node()

@@ -15,15 +15,11 @@ Columns = dict[str, Callable[[Item], str]]
 """Columns of a table: titles, and functions that make a cell of a row."""
 
 
-def _unstyled(row: object) -> str:
-    return ""
-
-
 def table(
     rows: Iterable[Item],
     columns: Columns[Item],
     words: Collection[str] = (),
-    style: Callable[[Item], str] = _unstyled,
+    style: Callable[[Item], str] | None = None,
     title: str | None = None,
     between: int = 2,
 ) -> Table:
@@ -49,7 +45,8 @@ def table(
             made.add_column(title, justify="left" if left else "right", overflow="fold")
             shown.append(column)
     for i, row in enumerate(found):
-        made.add_row(*(Text(column[i]) for column in shown), style=style(row))  # Text: brackets in a cell are no markup
+        cells_of_row = [Text(column[i]) for column in shown]  # Text: brackets in a cell are no markup
+        made.add_row(*cells_of_row, style=style(row) if style is not None else "")
     return made
 
 

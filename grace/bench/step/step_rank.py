@@ -1,11 +1,7 @@
 """One rank of ``grace bench step``.
 
-Usage: python -m grace.bench.step.step_rank FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl:
-
-    {"facts": {...}}                            facts of all rows; names of contestants that cannot run, with reasons
-    {"blocks": n}                               the number of blocks of steps that follow
-    {"name", "kind", "method", "samples",
-     "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
+Usage: python -m grace.bench.step.step_rank FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl,
+:class:`~grace.bench.common.events.Event` by Event: facts, the number of blocks, and the blocks of steps.
 """
 
 import contextlib

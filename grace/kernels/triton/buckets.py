@@ -1,10 +1,8 @@
 """Codecs of a whole bucket as single launches: gradients and residuals in, bytes on the wire out, and back.
 
-Encoding computes x = a residual + b gradient, writes the payload of x into the wire and x - C(x) where the next
-residual goes; without one x is the gradient. Signs do not depend on their scale, which is known only when all of x was
-read: so x itself goes there, the scales beside it, and whoever reads the residual subtracts. Operations are those of
-the kernels that compressors call one by one, in the same order, so that the bits are the same. See
-:mod:`grace.kernels.triton.bucket_tables` for what they are told.
+See :class:`~grace.kernels.bucket_codec.BucketCodec` for what they compute, and
+:mod:`grace.kernels.triton.bucket_tables` for what they are told. Signs do not depend on their scale, which is known
+only when all of x was read: so x itself is kept, the scales beside it, and whoever reads the residual subtracts.
 """
 
 import triton

@@ -84,8 +84,6 @@ class Simulated(SimulatedRanks):
     other.
     """
 
-    name = "simulated"
-
     def __init__(self, size: int, lane: Lane, rate: float | None):
         super().__init__(size)
         self.lane = lane

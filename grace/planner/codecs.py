@@ -148,10 +148,11 @@ class _CodecTiming:
         """
         elements, names = PROBE, random.Random(0).sample(list(tensors), len(tensors))
         while True:
-            taken = dict[str, Tensor]()
+            taken, left = dict[str, Tensor](), elements
             for name in names:
-                if (left := elements - _elements(taken)) > 0:
+                if left > 0:
                     taken[name] = _first_rows(tensors[name], left)
+                    left -= _numel(taken[name])
             took = self.seconds(taken, 0.0, least=1)  # tells how many elements the time suffices for
             most = _elements(taken) * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
             if elements >= _elements(tensors) or elements * 4 > min(most, MOST_ELEMENTS):

@@ -109,6 +109,19 @@ class Seen(Slow):
         return [tensor.astype("float16")], None
 
 
+def test_the_work_of_choosing_a_part_grows_with_the_variables_and_not_with_their_square(monkeypatch):
+    counts = []
+    numel = codecs._numel
+    monkeypatch.setattr(codecs, "_numel", lambda x: counts.append(x) or numel(x))
+
+    def count(variables):
+        counts.clear()
+        measure(Allgather("topk"), {f"w{i}": np.ones((8, 8), np.float32) for i in range(variables)}, 2, 0, QUICK)
+        return len(counts)
+
+    assert count(400) < 5 * count(100)
+
+
 def test_a_part_of_a_large_model_has_whole_tensors():
     """A low-rank method needs them: its products have both sides, and a few rows of each matrix would tell little."""
     given = {f"w{i}": np.ones((512, 128), np.float32) for i in range(40)}

@@ -5,9 +5,10 @@ whole bucket in one pass (:mod:`grace.exchange.fused_codec`) are derived from it
 fall back on it for inputs that they do not support.
 """
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from grace.core.compressor import Compressor, Ctx, Payload, PayloadSpec, Tensor
+from grace.core.compressor import Compressor, Ctx, Payload, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.user_parts import check_decodes
@@ -104,18 +105,21 @@ class PerVariableCodec:
         if self.user_defined and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
             return found
         variables = list(zip(self.bucket.variables, self.cuts, strict=True))
-        by_owner = [[self._specs(variable, *cuts[j]) for variable, cuts in variables] for j in range(self.owners)]
+        specs = functools.cache(self.compressor.specs)  # many variables have the same shape
+        by_owner = [
+            [specs(*self._arguments_of_specs(variable, *cuts[j])) for variable, cuts in variables]
+            for j in range(self.owners)
+        ]
         for number in range(self.traits.rounds):
             payloads = [[specs[number] for specs in of_owner] for of_owner in by_owner]
             if all(spec is not None for of_owner in payloads for spec in of_owner):
                 found[number] = [Layout(self.kernels, each, self.sums, self.stamps) for each in payloads]  # type: ignore[arg-type]
         return found
 
-    def _specs(self, variable: Variable, start: int, stop: int) -> Sequence[PayloadSpec | None]:
-        """Return the spec of each round's payload of a variable, or of its piece in [start, stop)."""
+    def _arguments_of_specs(self, variable: Variable, start: int, stop: int) -> tuple[tuple[int, ...], str, bool, int]:
+        """Return the arguments of ``compressor.specs`` for a variable, or for its piece in [start, stop)."""
         shape = variable.shape if self.pieces is None else (stop - start,)
-        dtype = variable.dtype if self.exact else "float32"
-        return self.compressor.specs(shape, dtype, self.on_device, self.context.step)
+        return shape, variable.dtype if self.exact else "float32", self.on_device, self.context.step
 
     def means_layouts(self) -> list[Layout]:
         """Return the layouts of the means of each owner, or of the root, as far as they follow from shapes."""

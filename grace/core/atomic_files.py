@@ -26,11 +26,12 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))  # a link stays, and its target is replaced
     if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is refused when it is written to
-        yield path
+        with _naming(path):
+            yield path
         return
     _remove_left_over(path)
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.draft{path.suffix}")
-    with _locked(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY):
+    with _naming(path), _locked(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY):
         try:
             yield draft
             _flush(draft)
@@ -40,6 +41,17 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
             raise
     with contextlib.suppress(OSError):  # some file systems cannot flush folders
         _flush(path.parent)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that names none, as of a full disk, which only a write to an open file meets."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _remove_left_over(path: Path) -> None:

@@ -230,6 +230,7 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "x" * 100_000], "a spec of 100,000 characters is too long"),
         (["demo", "--ranks", "0"], "--ranks must be between 1 and 1000, not 0"),
         (["demo", "--out", "/dev/null/here"], "cannot write to /dev/null/here"),
+        (["strategy", "schema", "-o", "/dev/full"], "/dev/full: No space left on device"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):

@@ -1,5 +1,6 @@
 """The ``grace`` command."""
 
+import io
 import sys
 from typing import Annotated
 
@@ -41,6 +42,8 @@ app.add_typer(strategy, name="strategy")
 
 def main() -> None:
     """Run the command line; an error that Grace raises on purpose becomes one message and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except GraceError as error:

@@ -170,6 +170,15 @@ def test_a_folder_becomes_a_file_and_tables(tmp_path):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.ranks
+def test_letters_that_the_terminal_lacks_are_escaped(tmp_path):
+    folder = tmp_path / "straße"
+    folder.mkdir()
+    written(folder, rank_trace(0))
+    out = grace_program("trace", "straße", cwd=tmp_path, PYTHONIOENCODING="ascii")[0]
+    assert r"Rank 1 left no file in stra\xdfe." in out
+
+
 def test_the_recording_is_not_overwritten(tmp_path):
     written(tmp_path, rank_trace(0))
     before = (tmp_path / "rank0.jsonl").read_text()

@@ -103,7 +103,7 @@ class Resharding:
         kinds = dict.fromkeys(kind for state in states for kind in state)
         held = {kind: {name for state in states for name in state.get(kind, ())} for kind in kinds}
         found: ValuesByKind = {kind: {} for kind in held}
-        parts_of = {name: set(_part_names(name, old)) for name, old in self.before.items()}
+        parts_of = {name: set(part_names(name, old)) for name, old in self.before.items()}
         known = set().union(*parts_of.values())
         # A variable of another shape is refused even if it has no state yet.
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
@@ -134,13 +134,13 @@ class Resharding:
             ConfigError: (if strict) a mean does not fit.
         """
         new: list[Values] = []
-        known = {part for name, old in self.before.items() for part in _part_names(name, old)}
+        known = {part for name, old in self.before.items() for part in part_names(name, old)}
         for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
                 self._raise_or_drop(_unknown_name("mean", name))
             for name, old in self.before.items():
-                if any(part in step for part in _part_names(name, old)):
+                if any(part in step for part in part_names(name, old)):
                     new[-1].update(self._convert_or_drop(self._convert_pending, name, old, step))
         return new
 
@@ -169,7 +169,7 @@ class Resharding:
         if base == "answer_memory":
             values = self._answer_memory(kind, name, old, cut)
         elif base in ("memory", *OF_ROUNDS):
-            values = {part: self._value_of(kind, part) for part in _part_names(name, old)}
+            values = {part: self._value_of(kind, part) for part in part_names(name, old)}
             values = {part: value for part, value in values.items() if value is not None}
             if not _cut_alike(old, cut):
                 values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
@@ -180,7 +180,7 @@ class Resharding:
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
             return {}
         else:
-            values = {part: self._value_of(kind, part) for part in _part_names(name, old)}
+            values = {part: self._value_of(kind, part) for part in part_names(name, old)}
         return {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
 
     def _convert_buffers(self, kind: str, names: set[str]) -> Values:
@@ -217,7 +217,7 @@ class Resharding:
         old, cut = self.before[name], self.now[name]
         of_whole, wholes, size = kind.removeprefix("shard_"), Values(), self.saved["size"]
         shape = list(cut["shape"])
-        for i, part in enumerate(_part_names(name, old)):
+        for i, part in enumerate(part_names(name, old)):
             own = self._value_of(kind, part) if self.everyone is None else None
             alone = [own if rank == self.rank else None for rank in range(size)]
             shards = alone if self.everyone is None else [one.get(kind, {}).get(part) for one in self.everyone]
@@ -254,7 +254,7 @@ class Resharding:
         # With memory="keep" a memory may have other parameters now.
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
         states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(old, cut)
-        for i, (part, spec) in enumerate(zip(_part_names(name, old), old["memories"], strict=True)):
+        for i, (part, spec) in enumerate(zip(part_names(name, old), old["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
             # A part that is cut anew may get values of every old part.
             for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
@@ -318,7 +318,7 @@ class Resharding:
     def _answer_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> Values:
         """Return the memory for the answers of this rank, if it is a destination. Another rank may have been the
         destination in the checkpoint."""
-        parts = _part_names(name, old)
+        parts = part_names(name, old)
         if self.everyone is None:
             if not _cut_alike(old, cut) or old["destinations"] != cut["destinations"]:
                 raise Misfit(
@@ -335,7 +335,7 @@ class Resharding:
         whole = kept
         if not _cut_alike(old, cut):
             whole = _repartition(name, old, cut, kept, f"the {kind}")
-        destinations = zip(_part_names(name, cut), cut["destinations"], strict=True)
+        destinations = zip(part_names(name, cut), cut["destinations"], strict=True)
         mine = {part for part, root in destinations if root == self.rank}
         return {part: value for part, value in whole.items() if part in mine}
 
@@ -346,8 +346,8 @@ class Resharding:
         cut = self.now[name]
         self._check_shape("a mean", name)
         if _cut_alike(old, cut):
-            values = {part: step[part] for part in _part_names(name, old) if part in step}
-        elif any(isinstance(step.get(part), dict) for part in _part_names(name, old)):
+            values = {part: step[part] for part in part_names(name, old) if part in step}
+        elif any(isinstance(step.get(part), dict) for part in part_names(name, old)):
             raise Misfit(
                 f"the checkpoint holds rows of {name!r} that were still to be applied, and this run cuts it "
                 "otherwise. Use the same partition for it"
@@ -384,7 +384,8 @@ def _exchanged_alike(old: Partition, cut: Partition) -> bool:
     return _cut_alike(old, cut) and methods[0] == methods[1] and old["destinations"] == cut["destinations"]
 
 
-def _part_names(name: str, cut: Partition) -> list[str]:
+def part_names(name: str, cut: Partition) -> list[str]:
+    """Return the names of a variable's parts."""
     return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
 
 
@@ -419,7 +420,7 @@ def _repartition(
     Raises:
         Misfit: a value has not the form of its old part.
     """
-    parts = _part_names(name, old)
+    parts = part_names(name, old)
     kept = [values.get(part) for part in parts]
     if all(value is None for value in kept):
         return {}
@@ -431,21 +432,21 @@ def _repartition(
         why = "" if value is None else describe_mismatch(value, wanted, dtype)
         if why:
             raise Misfit(f"the checkpoint holds {what} of {part!r}, which {why}")
-    whole = _join_parts(kept, old["axis"], old["sizes"])
+    whole = join_parts(kept, old["axis"], old["sizes"])
     if cut["axis"] is None:
         return {name: whole}
     ends = pairwise(accumulate(cut["sizes"], initial=0))
-    return {part: _slice(whole, cut["axis"], a, b) for part, (a, b) in zip(_part_names(name, cut), ends, strict=True)}
+    return {part: _slice(whole, cut["axis"], a, b) for part, (a, b) in zip(part_names(name, cut), ends, strict=True)}
 
 
-def _join_parts(values: list[Value], axis: int | None, sizes: list[int]) -> Value:
+def join_parts(values: list[Value], axis: int | None, sizes: list[int]) -> Value:
     """Return the parts of a tensor, or of dicts of tensors, joined along the axis; None counts as zeros."""
     if axis is None:
         return values[0]
     some = next(value for value in values if value is not None)
     if isinstance(some, dict):
         return {
-            key: _join_parts([None if v is None else v[key] for v in values], axis, sizes)
+            key: join_parts([None if v is None else v[key] for v in values], axis, sizes)
             if hasattr(some[key], "shape")
             else some[key]
             for key in some

@@ -433,15 +433,6 @@ class Session:
             return self.saved_slots
         return self.backend.allgather_object([np.asarray(value_of(slot)) for slot in self.optimizer_slots()])
 
-    def load_slots(self) -> None:
-        """Continue with this rank's slots if ranks go on alone, on as many ranks as saved them: other numbers of ranks
-        have those of rank 0."""
-        assert self.runner is not None
-        saved, self.saved_slots = self.saved_slots, None
-        if saved is not None and len(saved) == self.backend.size and self.runner.outer_rounds.has_anchors:
-            for slot, value in zip(self.optimizer_slots(), saved[self.backend.rank], strict=True):
-                value_of(slot).assign(value)
-
     def restore(self, saved: SavedState | None, memory: str = "strict") -> None:
         """Continue from a saved state. Before the first exchange it is loaded at the first one, where all ranks receive
         a refusal."""

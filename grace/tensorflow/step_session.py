@@ -107,7 +107,7 @@ class StepSession(Session):
             self._load(*self.saved)
             # in the middle of a period ranks have parameters of their own, which were loaded
             self.needs_broadcast = self.needs_broadcast and not runner.outer_rounds.has_anchors
-            self.load_slots()
+            self.saved_slots = None
         # where a graph initializes variables, it also starts them equal: they have no values yet
         if all(rank_initialized for *_, rank_initialized in received):
             self.broadcast_initial()

@@ -288,8 +288,9 @@ def test_in_step_again_all_ranks_have_the_same_weights_and_momenta():
     return digest(model.trainable_variables), digest(stepped(model, 3)), digest(optimizer.variables)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
 @on_mpi
-def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path):
+def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path, eagerly):
     """The parameters after eleven steps, and after as many with a model that was saved, and loaded, in between: in a
     file of each rank, or in one of all, which has the accumulated gradients and moments of each."""
 
@@ -297,7 +298,7 @@ def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path):
         model = mixed()
         optimizer = keras.optimizers.Nadam(LR, gradient_accumulation_steps=2)  # has a scalar of its own
         optimizer = grace.DistributedOptimizer(optimizer, compressor="topk(ratio=0.3)", outer="nesterov", period=2)
-        model.compile(optimizer, "mse")
+        model.compile(optimizer, "mse", run_eagerly=eagerly)
         for step in range(7):
             stepped(model, step)
         if saved == "by each rank":

@@ -280,8 +280,10 @@ class OuterRounds:
         for fragment in self.fragments:
             names = [shard.variable.name for shard in fragment.shards]
             fragment.applied_at = -1 if any(name in self._local.state for name in names) else self.at
-            # The period says when the round that the saved run had under way was sent.
-            fragment.sent_at = self.at - (self.at - fragment.until_sent(0)) % fragment.outer.period
+            # The period says when the round that the saved run had under way was sent. If that run had another period
+            # or delay, its means are applied after the next iteration: the next round would replace them.
+            sent_at = self.at - (self.at - fragment.until_sent(0)) % fragment.outer.period
+            fragment.sent_at = max(sent_at, self.at + 1 - fragment.outer.delay)
             fragment.under_way = []
             fragment.coming = {n: self._coming.state[n] for n in names if n in self._coming.state} or None
             for shard in fragment.shards if self.has_anchors else ():
@@ -565,8 +567,10 @@ class OuterRounds:
             for part in (self.anchors, *fragment.optimizer.named_components().values()):
                 part.state.commit()
         if means:
-            # With merge > 0 parameters keep a part of their drift, so they are not the anchors.
-            fragment.applied_at = self.runner.context.step if merge == 0 else -1
+            # With merge > 0 parameters keep a part of their drift, so they are not the anchors. Of a checkpoint with
+            # other fragments some have no mean.
+            everywhere = merge == 0 and len(means) == len(fragment.shards)
+            fragment.applied_at = self.runner.context.step if everywhere else -1
         if fragment.number == fragment.outer.fragments - 1:
             self.model.average_buffers()
 

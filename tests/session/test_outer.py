@@ -776,6 +776,32 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_period_goes_on_bit_for_bit(cho
         assert resumed.ends() == run.ends(), stop
 
 
+@pytest.mark.parametrize("period", [6, 4])
+@on_ranks(2)
+def test_means_that_travelled_are_applied_by_a_run_with_another_schedule(period):
+    """The next iteration applies them, also if a round is due after it, which would replace them."""
+    model = Given(SHAPES)
+    optimizer = distributed(model, strategy=fragmented())
+    run_given(optimizer, model, range(3))
+    saved, before = copied(optimizer.state_dict()), anchors(optimizer)
+    means = saved["grace"]["state"]["coming"]
+    assert 0 < len(means) < len(SHAPES)
+    optimizer.close()
+    model = Given(SHAPES)
+    how = {"compressor": "topk(ratio=0.2)", "outer": "nesterov(lr=0.7, momentum=0.6)", "period": period}
+    optimizer = distributed(model, **how)
+    optimizer.load_state_dict(saved)
+    applied = []
+    step = optimizer._grace.outer_rounds._apply_outer_step
+    optimizer._grace.outer_rounds._apply_outer_step = lambda *args: (step(*args), applied.append(anchors(optimizer)))
+    run_given(optimizer, model, range(3, 4))
+    for name, mean in means.items():
+        velocity = mean + 0.6 * before.get(f"{name} v", torch.zeros_like(mean))
+        wanted = before[name] - 0.7 * (mean + 0.6 * velocity).reshape(before[name].shape)
+        torch.testing.assert_close(applied[0][name], wanted)
+    assert len(applied) == (1 if period == 6 else 2)
+
+
 @pytest.mark.parametrize("in_anchor", [False, True])
 @on_ranks(2)
 def test_parameters_that_a_program_sets_after_a_round_are_resumed(in_anchor):

@@ -6,10 +6,11 @@ gradient's shape: then the sum over parts does not change. A compressor's state 
 is carried over if neither the cut nor the method of a variable changed, and else starts empty. The memory of a
 destination's answers moves to the new destination.
 
-Memories of shards' second compressions are added to residuals if a run has other shards, or none. Under scatter_reduce
-rank j keeps e_j, the part that was left out of its shard of the mean. Nothing is lost if every rank adds
-e = (e_0, ..., e_{W-1}) to its own residual, because the mean over ranks then contains e once; or, if only the rank's
-own state is available, if rank j adds W e_j in its shard.
+Memories of shards' second compressions are added to residuals if a run has other shards, or none; memories of answers,
+if it has no destination. Under scatter_reduce rank j keeps e_j, the part that was left out of its shard of the mean; a
+destination keeps what was left out of the whole mean. Nothing is lost if every rank adds e = (e_0, ..., e_{W-1}) to its
+own residual, because the mean over ranks then contains e once; or, if only the rank's own state is available, if rank j
+adds W e_j in its shard.
 """
 
 import math
@@ -90,8 +91,9 @@ class Resharding:
         self.before: Partitions = saved["pieces"]
         self.everyone: list[ValuesByKind] | None = saved.get("ranks")
         self.dropped: list[str] = []
-        self.cut_anew: list[tuple[str, str]] = []
-        """Pairs of a kind of shards' memory and a variable whose shards changed."""
+        self.returned: list[tuple[str, str]] = []
+        """Pairs of a kind of memory of means, and a variable whose shards or destinations changed: it is added to
+        residuals."""
 
     def values(self) -> ValuesByKind:
         """Return the state by kind and by this run's shards.
@@ -121,9 +123,8 @@ class Resharding:
                 if parts & names:
                     found[kind].update(self._convert_or_drop(self._convert, kind, name))
         # After all residuals are converted, to which these are added.
-        for kind, name in self.cut_anew:
-            of_whole = kind.removeprefix("shard_")
-            residuals = found.setdefault(of_whole, {})
+        for kind, name in self.returned:
+            residuals = found.setdefault(_kind_of_residuals(kind), {})
             residuals.update(self._convert_or_drop(self._return_to_residuals, kind, name, residuals))
         return found
 
@@ -174,7 +175,7 @@ class Resharding:
             if not _cut_alike(old, cut):
                 values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
         elif base == "shard_memory" and not self._same_shards(old, cut):
-            self.cut_anew.append((kind, name))
+            self.returned.append((kind, name))
             return {}
         elif not _exchanged_alike(old, cut):
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
@@ -207,15 +208,30 @@ class Resharding:
         return self.saved["size"] == self.size and _exchanged_alike(old, cut)
 
     def _return_to_residuals(self, kind: str, name: str, kept: Values) -> Values:
-        """Return the sums of a variable's residuals and of its shards' memories, by this run's parts.
+        """Return the sums of a variable's residuals and of its memories of means, by this run's parts.
 
         Args:
-            kind: the kind of the shards' memory.
+            kind: the kind of the memory of shards, or of answers.
             name: the variable.
             kept: residuals of this rank, by part.
         """
+        of_whole = _kind_of_residuals(kind)
+        if kind.startswith("answer_memory"):
+            destinations = zip(part_names(name, self.now[name]), self.now[name]["destinations"], strict=True)
+            nowhere = {part for part, root in destinations if root is None}
+            values = {part: value for part, value in self._answers_of_all(kind, name).items() if part in nowhere}
+        else:
+            values = self._shards_of_means(kind, name)
+        fitting = {part: value for part, value in values.items() if self._fits(of_whole, part, value)}
+        sums = {part: add_values(kept.get(part), value) for part, value in fitting.items()}
+        if any(value is None for value in sums.values()):
+            raise Misfit(f"the checkpoint's memories of {name!r} and of its means were kept at other learning rates")
+        return sums
+
+    def _shards_of_means(self, kind: str, name: str) -> Values:
+        """Return what shards' memories of a variable add to each rank's residual, by this run's parts."""
         old, cut = self.before[name], self.now[name]
-        of_whole, wholes, size = kind.removeprefix("shard_"), Values(), self.saved["size"]
+        wholes, size = Values(), self.saved["size"]
         shape = list(cut["shape"])
         for i, part in enumerate(part_names(name, old)):
             own = self._value_of(kind, part) if self.everyone is None else None
@@ -232,14 +248,7 @@ class Resharding:
                     f"the checkpoint holds memories of shards of {part!r}, of the second compression of "
                     f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
                 )
-        values = wholes
-        if not _cut_alike(old, cut):
-            values = _repartition(name, old, cut, wholes, f"the {kind}")
-        fitting = {part: value for part, value in values.items() if self._fits(of_whole, part, value)}
-        sums = {part: add_values(kept.get(part), value) for part, value in fitting.items()}
-        if any(value is None for value in sums.values()):
-            raise Misfit(f"the checkpoint's memories of {name!r} and of its shards were kept at other learning rates")
-        return sums
+        return wholes if _cut_alike(old, cut) else _repartition(name, old, cut, wholes, f"the {kind}")
 
     def _check_shape(self, what: str, name: str) -> Values:
         old, cut = self.before[name]["shape"], self.now[name]["shape"]
@@ -328,16 +337,23 @@ class Resharding:
                 )
             own = {part: self._value_of(kind, part) for part in parts}
             return {part: value for part, value in own.items() if value is not None}
-        kept = {part: value for one in self.everyone for part, value in one.get(kind, {}).items() if part in parts}
-        if not any(root is not None for root in cut["destinations"]):
-            self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
-            return {}
-        whole = kept
-        if not _cut_alike(old, cut):
-            whole = _repartition(name, old, cut, kept, f"the {kind}")
-        destinations = zip(part_names(name, cut), cut["destinations"], strict=True)
-        mine = {part for part, root in destinations if root == self.rank}
-        return {part: value for part, value in whole.items() if part in mine}
+        whole = self._answers_of_all(kind, name)
+        destinations = dict(zip(part_names(name, cut), cut["destinations"], strict=True))
+        if any(destinations[part] is None for part in whole):
+            if self.saved["hierarchical"]:
+                self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
+            else:
+                self.returned.append((kind, name))
+        return {part: value for part, value in whole.items() if destinations[part] == self.rank}
+
+    def _answers_of_all(self, kind: str, name: str) -> Values:
+        """Return the memories of a variable's answers on all ranks, each of which one destination has, by this run's
+        parts."""
+        old, cut = self.before[name], self.now[name]
+        parts = part_names(name, old)
+        states = self.everyone or ()
+        whole = {part: value for one in states for part, value in one.get(kind, {}).items() if part in parts}
+        return whole if _cut_alike(old, cut) else _repartition(name, old, cut, whole, f"the {kind}")
 
     def _convert_pending(self, name: str, old: Partition, step: Values) -> Values:
         """Return the means of one variable that are still to be applied, by this run's parts."""
@@ -371,6 +387,15 @@ def _unknown_name(kind: str, name: str) -> str:
         f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the parameters the names "
         "that they were saved with"
     )
+
+
+def _kind_of_residuals(kind: str) -> str:
+    """Return the kind of the residuals to which a memory of shards' or answers' means is added.
+
+    >>> _kind_of_residuals("shard_memory")
+    'memory'
+    """
+    return kind.removeprefix("shard_").removeprefix("answer_")
 
 
 def _cut_alike(old: Partition, cut: Partition) -> bool:

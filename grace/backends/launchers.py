@@ -57,8 +57,11 @@ class Launcher:
 
 
 def detect(partly: bool = False) -> Launcher | None:
-    """Return the launcher; None if its variables are not set, or only some of them. With ``partly`` the program meets
-    the other ranks by itself, and torch's RANK and WORLD_SIZE are enough."""
+    """Return the launcher; None if its variables are not set, or only some of them.
+
+    Args:
+        partly: True if the program meets the other ranks by itself: then torch's RANK and WORLD_SIZE are enough.
+    """
     if "HOROVOD_RANK" in os.environ:  # horovodrun over Gloo; over MPI it leaves mpirun's variables only
         return Launcher("horovodrun", "horovod", [key for key in HOROVOD if key in os.environ], HOROVOD[1])
     keys = TORCH[:2] if partly else TORCH

@@ -112,8 +112,15 @@ class TwoHops:
 
 
 def two_hops(backend: Backend, names: Sequence[str]) -> TwoHops | None:
-    """Make backends for collectives of two hops, of one over all ranks and the name of each rank's node. Every rank
-    must call it. Return None unless there are several nodes, which have equally many ranks, and more than one."""
+    """Make backends for collectives of two hops. Every rank must call it.
+
+    Args:
+        backend: a backend over all ranks.
+        names: for each rank, the name of its node.
+
+    Returns:
+        None unless there are several nodes, which have equally many ranks, and more than one.
+    """
     members = Topology(names).members()
     sizes = {len(node) for node in members}
     if len(members) == 1 or len(sizes) > 1 or sizes == {1}:

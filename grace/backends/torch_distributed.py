@@ -182,8 +182,14 @@ class TorchBackend(Backend):
         collective: Callable[..., dist.Work],
         *args: torch.Tensor | list[torch.Tensor] | int | None,
     ) -> Handle:
-        """Start a collective of ``torch.distributed`` with its arguments, which sends ``sent`` and fills ``result``.
-        Return its handle; on a GPU ``wait()`` only makes later work on it wait."""
+        """Start a collective of torch's, and return its handle; on a GPU ``wait()`` only makes later work on it wait.
+
+        Args:
+            result: the tensor, or tensors, that the collective fills.
+            sent: the tensor that it sends.
+            collective: a function of ``torch.distributed``.
+            args: its arguments.
+        """
         begin = partial(collective, *args, group=self.group, async_op=True)
         side = self._side_stream(sent.device) if sent.is_cuda else None
         if side is not None:  # NCCL: collectives overlap with computation on a stream of their own

@@ -15,14 +15,22 @@ POLL_SECONDS = 0.01
 
 
 def private_store(timeout: float) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` with a store that only the ranks of this start of the group share:
-    torchrun's under a name of this start, with rank and size. They are empty where torchrun's own store does not serve
-    the ranks. An ExchangeError says which ranks did not come within the timeout, in seconds.
+    """Return arguments of ``init_process_group`` with a store that only the ranks of this start of the group share.
+
+    Returns:
+        torchrun's store under a name of this start, with rank and size; empty where torchrun's own store does not serve
+        the ranks.
 
     A group that torchrun restarts finds the same store, and in it entries of earlier ranks: their addresses, to which
     new ranks would connect (as torch 2.13's do). Nothing that torchrun tells the ranks differs between starts on all
     machines alike. So rank 0 draws a name, and answers with it to every rank that registers by a random word: ranks of
     earlier starts have registered by other words, and do not answer.
+
+    Args:
+        timeout: seconds that ranks wait for each other.
+
+    Raises:
+        ExchangeError: some ranks did not come.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}

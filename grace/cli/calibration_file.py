@@ -112,8 +112,14 @@ class Calibration:
 
 
 def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, now: float | None = None) -> Calibration:
-    """Return the calibration of a file, for any run without a ``key``, of any age if ``max_age`` is None. The time is
-    that of the clock if ``now``, in seconds since 1970, is left out."""
+    """Return the calibration of a file.
+
+    Args:
+        path: the file.
+        key: the run that it must be for; any if left out.
+        max_age: seconds that it may be old; None for any.
+        now: seconds since 1970; the clock's if left out.
+    """
     try:
         found = Calibration.from_dict(documents.parse(documents.read(path), str(path), infinite=True))
     except ConfigError as error:

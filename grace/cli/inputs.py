@@ -92,8 +92,13 @@ def to_tensor(framework: str, array: np.ndarray, device: str = "cpu") -> Tensor:
 def random_gradients(
     framework: str, variables: Iterable[Variable], random: np.random.Generator, device: str | None = None
 ) -> dict[str, Tensor]:
-    """Return gradients with Gaussian elements, by name; none of variables that are sparse or empty. Without a
-    ``device`` torch's tensors are on that of each variable.
+    """Return gradients with Gaussian elements, by name; none of variables that are sparse or empty.
+
+    Args:
+        framework: "torch", "tensorflow" or "numpy".
+        variables: the variables.
+        random: the source of the elements.
+        device: the device of torch's tensors; by default that of each variable.
 
     >>> sorted(random_gradients("numpy", [Variable("w", (2,)), Variable("b", (0,))], np.random.default_rng(0)))
     ['w']

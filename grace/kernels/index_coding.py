@@ -13,7 +13,11 @@ NARROW, TOO_MANY = 1 << 16, 1 << 31
 
 
 def check_positions(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:
-    """Return n, if int32 positions tell so many elements apart; else a ConfigError says what to do."""
+    """Return n, if int32 positions tell so many elements apart.
+
+    Raises:
+        ConfigError: they do not; the message says what to do.
+    """
     if n >= TOO_MANY:
         raise ConfigError(
             f"{whose} has {n} {what}, and {method} tells them apart by 32-bit positions, which are fewer than 2^31 = "

@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
 
 def commands(resources: "Resources", files: Sequence[Path | str], rsync: bool | None = None) -> list[Command]:
-    """Return the command lines that put files, and folders with their content, under the same absolute paths on all
-    nodes but the chief. They copy by rsync if it is installed here, unless ``rsync`` says otherwise.
+    """Return the command lines that put files and folders under the same absolute paths on all nodes but the chief.
+
+    Args:
+        resources: the cluster; its chief is this machine.
+        files: files and folders; a folder is copied with its content.
+        rsync: True to copy by rsync; by default if it is installed here.
+
+    Raises:
+        ConfigError: a file does not exist.
 
     >>> from grace.launch.cluster import Resources
     >>> nodes = [{"address": "a", "chief": True}, {"address": "b", "ssh_config": "x"}]

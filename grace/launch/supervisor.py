@@ -42,8 +42,13 @@ INTERRUPTED = End(130, "interrupted; the ranks are ended")
 def run(commands: Sequence[Command]) -> End:
     """Start the commands, wait, and return how they ended; when one fails the others are ended.
 
-    Their output goes to this process's stdout and stderr. If this process is killed, they are ended, too. After Ctrl-C,
-    SIGTERM or SIGHUP the end is :data:`INTERRUPTED`. A ConfigError says which launcher is not installed.
+    Their output goes to this process's stdout and stderr. If this process is killed, they are ended, too.
+
+    Returns:
+        The end of the job; :data:`INTERRUPTED` after Ctrl-C, SIGTERM or SIGHUP.
+
+    Raises:
+        ConfigError: a launcher is not installed.
     """
     try:
         return _run(commands)

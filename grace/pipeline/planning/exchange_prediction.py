@@ -120,8 +120,11 @@ def strategy_of_stage(strategy: StrategyArg, names: Collection[str]) -> Strategy
 
 
 def strategy_document(strategy: StrategyArg | None, known: Collection[str]) -> dict[str, object] | None:
-    """Return the document of the user's strategy for parameters of ``known`` names; None if it is a builder. Refuse a
-    document that names other variables."""
+    """Return the document of the user's strategy for parameters of ``known`` names; None if it is a builder.
+
+    Raises:
+        ConfigError: the document cannot be read, or names other variables.
+    """
     if isinstance(strategy, Strategy):
         strategy = strategy.to_dict()
     elif isinstance(strategy, (str, Path)) and is_file(strategy):

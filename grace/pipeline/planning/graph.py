@@ -176,8 +176,13 @@ class Graph:
         outputs.
 
         A value that a non-adjacent stage reads is passed on stage by stage. The model's inputs enter at the first
-        stage, and its outputs leave the last one. Names come inputs first, in topological order, for each stage but the
-        last.
+        stage, and its outputs leave the last one.
+
+        Args:
+            stages: names of the nodes of each stage.
+
+        Returns:
+            names of the values, for each stage but the last, inputs first, in topological order.
 
         Raises:
             ConfigError: a node is in no stage, or in two, or reads a value that a later stage computes; a stage is

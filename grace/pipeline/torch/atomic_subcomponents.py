@@ -161,6 +161,9 @@ class CapturedBatch:
         flat: the flat inputs.
         whole: for each flat input, True if it has no rows.
         rows: rows of the batch.
+
+    Raises:
+        ConfigError: the model cannot be captured, ``whole`` names no input, or the batch has no rows.
     """
 
     def __init__(

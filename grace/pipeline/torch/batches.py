@@ -81,7 +81,12 @@ def micro_batches(
 
 def broadcast_batch(mesh: Mesh, given: Callable[[], B]) -> B:
     """Return rank 0's tensors in place of this rank's, which may be empty. Every rank must call it. ``given`` returns
-    this rank's arguments, or raises if they cannot work; then the other ranks raise RankError."""
+    this rank's arguments, or raises if they cannot work.
+
+    Raises:
+        ConfigError: this rank was given another number of tensors.
+        RankError: another rank refused its arguments.
+    """
     leaves = list[object]()
     spec, error = None, None
     try:

@@ -89,13 +89,16 @@ class CallComparison:
     def compare(
         self, prepare: Callable[[], tuple[W, Hashable, Sequence[object]]], mode: int, gradients: Gradients
     ) -> W:
-        """Prepare a call, compare it with the other ranks' calls, and return this rank's work. Every rank must call it.
+        """Prepare a call, and compare it with the other ranks' calls. Every rank must call it.
 
         Args:
             prepare: a function that returns this rank's work, the shapes that messages depend on, and the call's
                 values. It may raise if the call cannot work.
             mode: see :data:`MODES`.
             gradients: this rank's gradients.
+
+        Returns:
+            this rank's work.
 
         Raises:
             RankError: another rank refused its batch.

@@ -49,7 +49,11 @@ class StageSpec:
 
 def stage_specs(atoms: Atoms, stages: Sequence[Sequence[str]]) -> list[StageSpec]:
     """Return the specifications of all stages, of the names of the nodes of each; each dynamic node is in one stage.
-    Refuse nodes as :meth:`Graph.passed_on` does."""
+
+    Raises:
+        ConfigError: a node is in no stage or in two, reads a value of a later stage, or is separated from nodes that
+            must be in the same stage.
+    """
     graph = atoms.graph(1)
     by_name = {node.name: node for node in atoms.order}
     passed = [tuple(n for n in names if n not in graph.inputs) for names in graph.passed_on(stages)]

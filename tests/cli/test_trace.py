@@ -2,13 +2,16 @@
 
 import gzip
 import importlib.util
+import io
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import grace
+from grace.cli.main import main
 from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
 from tests.support.command import grace_command, grace_program
@@ -170,13 +173,19 @@ def test_a_folder_becomes_a_file_and_tables(tmp_path):
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.ranks
-def test_letters_that_the_terminal_lacks_are_escaped(tmp_path):
+def test_letters_that_the_terminal_lacks_are_escaped(tmp_path, monkeypatch):
     folder = tmp_path / "straße"
     folder.mkdir()
     written(folder, rank_trace(0))
-    out = grace_program("trace", "straße", cwd=tmp_path, PYTHONIOENCODING="ascii")[0]
-    assert r"Rank 1 left no file in stra\xdfe." in out
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "argv", ["grace", "trace", "straße"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out.seek(0)
+    assert not ended.value.code
+    assert r"Rank 1 left no file in stra\xdfe." in out.read()
 
 
 def test_the_recording_is_not_overwritten(tmp_path):

@@ -135,7 +135,7 @@ def _loaded(
         assert optimizer is not None
         optimizer._grace.restore(saved["state"], memory_state)
         optimizer._grace.saved_slots = saved.get("slots")
-        # Ranks that all start with rank 0's variables would share no others' slots.
+        # With "keep" this run may have no outer rounds: then ranks must become equal again by the first broadcast.
         if memory_state == "strict" or (memory_state == "keep" and optimizer._grace.needs_broadcast):
             _assign_own(optimizer, saved)
     return model

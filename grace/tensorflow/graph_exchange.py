@@ -360,9 +360,8 @@ class GraphRun(StepRun):
     def _operations_of(self, bucket: Bucket) -> list[list[Operation]]:
         """Return the engine's operations for each leg of a bucket's route; nothing is sent."""
         sent_bytes = self.engine.sent_bytes
-        bucket.compares_every_step = (
-            True  # digests are compared at every step: a graph has the same operations each time
-        )
+        # A graph has the same operations in each step, so digests are compared in each.
+        bucket.compares_every_step = True
         program = self._program_of(bucket)
         operations_of_legs: list[list[Operation]] = []
         like = values_of(self.session.from_tensors(zeros(bucket.variables[0])))

@@ -1,7 +1,7 @@
 """One rank of ``grace bench step``.
 
 Usage: python -m grace.bench.step.step_rank FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl,
-:class:`~grace.bench.common.events.Event` by Event: facts, the number of blocks, and the blocks of steps.
+a line for each :class:`~grace.bench.common.events.Event`: facts, the number of blocks, and the blocks of steps.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """One rank of a training benchmark.
 
 Usage: python -m grace.bench.train.train_rank FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl,
-:class:`~grace.bench.common.events.Event` by Event: the number of epochs of all runs, and again without methods that
-refuse the task; qualities after epochs, and runs.
+a line for each :class:`~grace.bench.common.events.Event`: the number of epochs of all runs, and again without methods
+that refuse the task; qualities after epochs, and runs.
 """
 
 import itertools

@@ -54,7 +54,10 @@ def _time(part: str, help: str) -> Any:
 
 
 def _specs(texts: list[str]) -> list[str] | None:
-    return [spec for text in texts for spec in split(text)] or None
+    specs = [spec for text in texts for spec in split(text)]
+    if texts and not specs:  # a shell's variable that is not set
+        raise ConfigError("--methods: at least one is needed; leave it out for those that offer themselves")
+    return specs or None
 
 
 @dataclass

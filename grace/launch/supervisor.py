@@ -77,7 +77,8 @@ def _run(commands: Sequence[Command]) -> End:
 def check_program(name: str) -> None:
     """Raise ConfigError if there is no such program, in PATH or beside this Python, or it cannot be executed."""
     if shutil.which(name, path=_search_path()) is None:
-        why = "it is not executable" if Path(name).is_file() else os.strerror(errno.ENOENT)
+        missing = "it is a folder" if Path(name).is_dir() else os.strerror(errno.ENOENT)
+        why = "it is not executable" if Path(name).is_file() else missing
         raise ConfigError(f"cannot start {name}: {why}")
 
 

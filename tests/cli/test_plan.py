@@ -259,6 +259,7 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
         (("-n", "2", "--codecs", "all"), "--codecs is measure or usual, not 'all'"),
         (("-n", "2", "--quality", "best"), "quality must be one of 'exact', 'half', 'unbiased', 'feedback', not"),
         (("-n", "2", "--methods", "topkk"), "topkk"),
+        (("-n", "2", "--methods", ""), "--methods: at least one is needed"),
         (("-n", "2", "--methods", "topk", "--quality", "half"), "methods names topk with the memory residual"),
         (("-n", "2", "--reference", "signsgd"), "votes"),
         (("-n", "2", "-o", "nowhere/s.yaml"), "cannot write nowhere/s.yaml: No such file or directory"),

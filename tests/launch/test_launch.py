@@ -291,6 +291,7 @@ def test_groups_that_say_the_same_are_used(tmp_path):
             "grace: cannot copy no.py to the nodes: there is no such file in ",
         ),
         (["--engine", "mpi", "--", "./nothing"], "grace: cannot start ./nothing: No such file or directory"),
+        (["--", "/tmp"], "grace: cannot start /tmp: it is a folder"),
         (["--engine", "mpi", "--", sys.executable, "no.py"], "grace: cannot start no.py: there is no such file in "),
     ],
 )

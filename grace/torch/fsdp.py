@@ -96,9 +96,12 @@ class FSDPState(DDPState):
 
     @property
     def in_progress(self) -> bool:
-        """True if the gradients of a step were exchanged, and no optimizer has used them yet."""
-        waiting = self.open and self._exchange_has_state() and self.uses.unused
-        return self.runner.in_progress or (waiting and not self._overflowed())
+        """True if the gradients of a step were exchanged, and no optimizer has used them yet. Every rank must read
+        it."""
+        if self.runner.in_progress or not self.open or not self._exchange_has_state():
+            return self.runner.in_progress
+        place = "the comparison of unused gradients"  # a rank's own parts may be zeros
+        return self.shard_group.any(bool(self.uses.unused_gradients()), place) and not self._overflowed()
 
     def _count_updates(self) -> None:
         """Do nothing: the optimizer's steps are seen by hooks."""

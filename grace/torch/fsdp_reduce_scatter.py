@@ -135,19 +135,25 @@ class ReduceScatterState(ShardGroupState):
         """Return True if a gradient of the step in progress was not finite, in this shard group or on a replica."""
         return self.overflow or any([state.dropped for state in replica_states(self.layouts)])
 
-    @property
-    def in_progress(self) -> bool:
-        """True if gradients were reduced that no optimizer has used yet, and state depends on them."""
-        return self.uses.unused and self.runner.stateful and not self._dropped()
-
     def settle(self, saves: bool) -> None:
         """Commit the last step, so that its state can be saved or loaded; refuse in the middle of a step."""
-        if self.in_progress:
+        if self.runner.stateful and self._has_unused_gradients():
             raise ExchangeError(
                 "the gradients of a step were reduced, and the optimizer has not made this step yet: "
                 f"{'save' if saves else 'load'} after optimizer.step()"
             )
         self.close_step()
+
+    def _has_unused_gradients(self) -> bool:
+        """Return True if a rank of the shard group has gradients that an optimizer may still use. One collective."""
+        gradients = self.uses.unused_gradients()
+        # The sums of finite parts may overflow in float16, on the rank that keeps them alone.
+        overflow = not all([bool(gradient.isfinite().all()) for gradient in gradients])
+        flags = torch.tensor([bool(gradients), overflow], dtype=torch.float32, device=self.layouts[0].mesh.device_type)
+        with self.backend.waiting_for_ranks(lambda: "the comparison of unused gradients"):
+            unused, overflow = self.backend.allreduce(flags).wait().tolist()
+        self.overflow = self.overflow or bool(overflow)
+        return bool(unused) and not self._dropped()
 
     def load_state_dict(self, given: dict[str, Any], memory: str = "strict") -> None:
         """Restore a result of :meth:`state_dict`: of the same rank of as many ranks. If ``given`` has the entries of

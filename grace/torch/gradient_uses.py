@@ -137,10 +137,13 @@ class GradientUses:
         if discarded:
             self.discarded.add(name)
 
-    @property
-    def unused(self) -> bool:
-        """True if gradients were exchanged that no optimizer has used, cleared or not."""
-        return bool(self.waiting.keys() & self.held_parameters if self.optimizer_seen else self.waiting)
+    def unused_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of gradients that were exchanged and that no optimizer has used, but not those of
+        zeros: they were cleared."""
+        names = self.waiting.keys() & self.held_parameters if self.optimizer_seen else self.waiting
+        gradients = [self.parameters[name].grad for name in names]
+        parts = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients if gradient is not None]
+        return [part for part in parts if part.any()]
 
     @property
     def undecided(self) -> str:

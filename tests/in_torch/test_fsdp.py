@@ -453,6 +453,9 @@ def test_what_no_optimizer_has_used_is_not_saved():
         assert "Save and load after optimizer.step()" in upper
         opt.step()
         assert all(state.state_dict() for state in states)
+        loss_of(net, 1).backward()
+        opt.zero_grad()  # nothing will use them any more
+        assert all(state.state_dict() for state in states)
 
 
 @on_ranks(4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import grace
 from grace.errors import StepError
@@ -391,6 +391,30 @@ def test_a_gradient_of_float64_that_float32_cannot_hold_is_an_overflow():
         assert all(p.grad.to_local().isnan().all() for p in net.parameters())
         state.close_step()
         assert not state.memory.state.committed
+
+
+@on_ranks(2)
+def test_a_sum_that_overflows_in_float16_on_its_rank_alone_is_dropped_by_all_when_they_save():
+    half = MixedPrecisionPolicy(torch.float16, torch.float16)
+    net = torch.nn.Linear(4, 6, bias=False)
+    fully_shard(net, mesh=mesh_of(1, 2)["shard"], mp_policy=half)
+    net.set_gradient_divide_factor(1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    with compressed(net, shards="block(bits=4)", grad_scaler=scaler) as (state,):
+        for largest in (1.0, 40000.0):
+            before = dict(state.memory.state)
+            opt.zero_grad()
+            weights = torch.tensor([0.3, 1, 1, 0.7, 1, largest])
+            scaler.scale((net(torch.ones(1, 4)) * weights).sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+        assert net.weight.grad.to_local().isfinite().all() == (dist.get_rank() == 0)
+        state.state_dict()
+        after = state.memory.state
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert any(value.any() for value in before.values())
 
 
 @on_ranks(4)

@@ -440,19 +440,37 @@ def drop_where_others_did(runner: StepRunner, loaded: Loaded, memory: str) -> No
     """
     if memory != "keep" or loaded.step is None:
         return
-    steps = {f"pending {i}": step for i, step in enumerate(loaded.pending)}
-    values_by_kind: ValuesByKind = {**loaded.values, **steps}
-    mine = [
-        (kind, name)
-        for kind, values in values_by_kind.items()
-        for name in values
-        if kind in steps or _part_of(runner, kind, name).shared_state
-    ]
+    values_by_kind, mine = _shared_values(runner, loaded)
     on_all = set(mine).intersection(*gather_or_raise(runner.backend, "shared state to keep", mine))
     for kind, name in mine:
         if (kind, name) not in on_all:
             del values_by_kind[kind][name]
             loaded.dropped.append(f"the {kind} of {name!r}, which another rank has dropped")
+
+
+def name_what_is_kept(runner: StepRunner, loaded: Loaded, memory: str) -> None:
+    """Let the next exchange refuse ranks that loaded alone, and have dropped other values than each other of state that
+    is the same on all ranks: what a rank goes on from gets another name.
+
+    Args:
+        runner, memory: see :func:`load`.
+        loaded: the values of :func:`prepare`, whose id is changed.
+    """
+    if memory == "keep" and loaded.step is not None:
+        loaded.id = f"{loaded.id} {sorted(_shared_values(runner, loaded)[1])}"
+
+
+def _shared_values(runner: StepRunner, loaded: Loaded) -> tuple[ValuesByKind, list[tuple[str, str]]]:
+    """Return all values that are to be loaded, by kind; and kinds and names of those that are the same on all ranks."""
+    steps = {f"pending {i}": step for i, step in enumerate(loaded.pending)}
+    values_by_kind: ValuesByKind = {**loaded.values, **steps}
+    shared_by_all = [
+        (kind, name)
+        for kind, values in values_by_kind.items()
+        for name in values
+        if kind in steps or _part_of(runner, kind, name).shared_state
+    ]
+    return values_by_kind, shared_by_all
 
 
 def _part_of(runner: StepRunner, kind: str, name: str) -> Component:

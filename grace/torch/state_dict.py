@@ -314,6 +314,8 @@ def load_state(
             checkpoint.drop_where_others_did(runner, cast(checkpoint.Loaded, loaded), memory)
         elif error is not None:
             raise error
+        else:
+            checkpoint.name_what_is_kept(runner, cast(checkpoint.Loaded, loaded), memory)
         # 5.
         checkpoint.apply(runner, cast(checkpoint.Loaded, loaded))
         if not alone and saved is not None and returns_to_step(saved["state"].get("anchor", ()), runner):

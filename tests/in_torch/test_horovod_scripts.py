@@ -233,6 +233,26 @@ def test_ranks_that_train_alone_take_the_roots_place_in_the_period():
     return digest(dict(resumed._grace.runner.outer_rounds.anchors.state))
 
 
+@pytest.mark.parametrize("where", ["on one rank", "everywhere"])
+@on_ranks(2, engine="horovodrun-gloo")
+def test_a_shared_momentum_that_is_damaged_on_one_rank_is_told_in_the_next_round(where):
+    model, optimizer = with_buffers()
+    train(model, optimizer, range(6))
+    saved = copied(optimizer.full_state_dict())
+    if where == "everywhere" or grace.rank() == 1:
+        saved["grace"]["state"]["outer"]["2.weight"] += 1
+    optimizer.close()
+    model, optimizer = with_buffers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.load_state_dict(saved, memory="keep")
+    if where == "everywhere":
+        train(model, optimizer, range(6, 9))
+        return digest(dict(optimizer._grace.runner.outer_rounds.anchors.state))
+    message = refusal(train, model, optimizer, range(6, 9), kind=grace.errors.StepError)
+    assert "has gone on from what is called" in message
+
+
 @on_ranks(2, engine="horovodrun-gloo")
 def test_ranks_that_train_alone_may_throw_gradients_away_and_accumulate():
     """Horovod refuses both while it exchanges gradients."""

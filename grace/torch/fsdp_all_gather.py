@@ -76,15 +76,16 @@ class AllGatherState(ShardGroupState):
         self.unhook = subscribe_to_steps(self, params)
         self.former_comms = [fsdp_param_groups(layout.module)[0]._all_gather_comm for layout in layouts]
         self.hooks = [
-            layout.module.register_forward_pre_hook(partial(self._drop_decoded, layout), prepend=True)
+            layout.module.register_forward_pre_hook(partial(self._gather_anew, layout), prepend=True)
             for layout in layouts
         ]
 
     @not_compiled
-    def _drop_decoded(self, layout: ModuleLayout, *unused: object) -> None:
-        """Let a module in evaluation mode gather exact weights, where a forward pass without a backward pass has left
-        decoded ones."""
-        if not layout.module.training and not self.evaluation and self.compressed.get(layout.name, False):
+    def _gather_anew(self, layout: ModuleLayout, *unused: object) -> None:
+        """Let a module gather its weights anew where a forward pass without a backward pass has left others: decoded
+        ones before an evaluation, exact ones before training."""
+        compresses = self.evaluation or layout.module.training
+        if self.compressed.get(layout.name, compresses) != compresses:
             layout.module.reshard()  # type: ignore[operator]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -137,6 +138,8 @@ class AllGatherState(ShardGroupState):
         device = self.layouts[0].params[0].sharded_param.device
         checkpoint.load(self.runner, read, memory, lambda saved: move_to_devices(saved, {}, device))
         self.stepped = False
+        for layout in self.layouts:
+            layout.module.reshard()  # a forward pass before may have left weights, which were gathered by other copies
         self.copies = {}
         known = self.backend.allgather_object(sorted(self.memory.state))
         everywhere = set.intersection(*map(set, known))  # with memory="keep" a rank may lack some

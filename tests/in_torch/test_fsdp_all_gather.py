@@ -171,7 +171,7 @@ def test_evaluation_is_exact_after_a_forward_pass_alone():
         net.eval()
         assert loss_of(net, 0).item() == exact != in_training
         net.train()
-        assert loss_of(net, 0).item() != exact
+        assert loss_of(net, 0).item() == in_training
 
 
 class Quantized(Net):
@@ -295,6 +295,7 @@ def test_activation_checkpointing_computes_again_with_the_same_weights(outside, 
 def resumed(net, first, last, saved=None, **options):
     with gathered(net, "block(bits=4, block=32)", **options) as state:
         if saved is not None:
+            loss_of(net, 0)  # FSDP2 keeps the root's weights, which are exact ones
             state.load_state_dict(saved)
         trained(net, last - first, first=first, lr=0.05, body=None)
         return state.state_dict()

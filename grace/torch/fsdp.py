@@ -96,9 +96,9 @@ class FSDPState(DDPState):
 
     @property
     def in_progress(self) -> bool:
-        """True if the gradients of a step were exchanged, and no optimizer has used them yet. Every rank must read
-        it."""
-        if self.runner.in_progress or not self.open or not self._exchange_has_state():
+        """True if the gradients of a step were exchanged, and no optimizer has used them yet. Every rank must read it
+        within a step."""
+        if self.runner.in_progress or not self.open or not self.uses.waiting or not self._exchange_has_state():
             return self.runner.in_progress
         place = "the comparison of unused gradients"  # a rank's own parts may be zeros
         return self.shard_group.any(bool(self.uses.unused_gradients()), place) and not self._overflowed()

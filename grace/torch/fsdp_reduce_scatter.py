@@ -145,7 +145,10 @@ class ReduceScatterState(ShardGroupState):
         self.close_step()
 
     def _has_unused_gradients(self) -> bool:
-        """Return True if a rank of the shard group has gradients that an optimizer may still use. One collective."""
+        """Return True if a rank of the shard group has gradients that an optimizer may still use. One collective, but
+        none if optimizers have used all of them, so that a rank may save alone."""
+        if not self.uses.waiting:
+            return False
         gradients = self.uses.unused_gradients()
         # The sums of finite parts may overflow in float16, on the rank that keeps them alone.
         overflow = not all([bool(gradient.isfinite().all()) for gradient in gradients])

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import keras
 import tensorflow as tf
@@ -25,7 +25,6 @@ from grace.session.checkpoint import warn_own_state
 from grace.session.hyperparameters import hyperparameter_facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
 from grace.session.state_schema import SavedState
-from grace.session.switching import returns_to_step
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.plan import Strategy
@@ -53,7 +52,7 @@ from grace.tensorflow.optimizer_state import (
 from grace.tensorflow.reductions import engine_of
 from grace.tensorflow.sharding import Flag, Mean
 from grace.tensorflow.step_session import StepSession, TapeGradient
-from grace.tensorflow.variables import AnyVariable, broadcast_variables, is_overwritten, value_of
+from grace.tensorflow.variables import AnyVariable, is_overwritten, value_of
 
 if TYPE_CHECKING:  # Horovod need not be installed; the planner is loaded only by who asks for it
     from horovod.common.process_sets import ProcessSet
@@ -356,7 +355,7 @@ class DistributedMixin(NoHorovodSubclass):
         applied, as its mean over ranks, at the next step. Outer rounds end with a last one; if their variables are
         exchanged in every step from now on, all ranks continue with the state of rank 0's optimizer (its momenta).
         Every rank must call it, between two steps; rank 0's strategy counts. Before the first exchange it is the choice
-        that the exchange begins with.
+        that the exchange begins with, or, if a state was loaded, continues with.
 
         Graphs that were traced before raise when they run, rather than exchange by the former strategy: in
         ``model.fit`` call ``model.make_train_function(force=True)`` after it, and make a ``tf.function`` of your own
@@ -369,11 +368,7 @@ class DistributedMixin(NoHorovodSubclass):
             ConfigError: it does not suit this model or run, and the former strategy stays.
             RankError: another rank refuses it.
         """
-        former = self._grace.runner
         self._grace.use_strategy(strategy, resources)
-        now = self._grace.runner
-        if former is not None and now is not None and returns_to_step(former.outer_rounds.fragment_of, now):
-            broadcast_variables(cast(keras.optimizers.Optimizer, self).variables, 0, self._grace.backend)
 
     def anchor(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which variables are the anchors of the last outer round, which all ranks share. Evaluate

@@ -26,7 +26,7 @@ from grace.session.outer_rounds import OuterRounds
 from grace.session.settings import Settings
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
-from grace.session.switching import build_replacement, switch_plan
+from grace.session.switching import build_replacement, returns_to_step, switch_plan
 from grace.strategy.choices import AutoRequest, Choices
 from grace.strategy.execution import StrategyArg, StrategyPlan
 from grace.strategy.plan import Strategy
@@ -36,7 +36,7 @@ from grace.tensorflow.local_model import KerasModel, ModelInGraph
 from grace.tensorflow.reductions import assign_means, largest, summed
 from grace.tensorflow.representation import Tensors, from_tensors, representation_of
 from grace.tensorflow.sharding import Mean
-from grace.tensorflow.variables import AnyVariable, broadcast_initial, value_of
+from grace.tensorflow.variables import AnyVariable, broadcast_initial, broadcast_variables, value_of
 
 if TYPE_CHECKING:  # the planner is loaded only by who asks for it
     from grace.planner.driver import Driver
@@ -99,6 +99,8 @@ class Session:
         """State to load at the first exchange, and how memories are treated."""
         self.saved_slots: list[list[Tensor]] | None = None
         """Values of the slots of all ranks' optimizers, to load at the first exchange if ranks train alone."""
+        self.next_strategy: tuple[StrategyArg, ResourcesArg | None] | None = None
+        """Strategy and resources to switch to at the first exchange, after a state was loaded."""
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
         self.auto: Driver | None = None
@@ -232,13 +234,19 @@ class Session:
         self.check_open()
         if strategy is None:
             raise ConfigError("use_strategy needs a strategy: a file's path, a Strategy, or a builder or its spec")
-        if self.runner is None:
+        if self.runner is None and self.state() is None:
             self.choices = Choices(strategy=strategy, resources=resources)
+            return
+        if self.runner is None:  # a loaded state fits the choices that it was saved with
+            self.next_strategy = strategy, resources
             return
         if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
             self.runner.abort()
         self.flush()
+        alone_before = self.runner.outer_rounds.fragment_of
         self.switch(StrategyPlan(strategy, resources=resources))
+        if returns_to_step(alone_before, self.runner):
+            broadcast_variables(self.optimizer_slots(), 0, self.backend)
         if self.auto is not None:
             self.auto.stop()
             self.auto_request = None

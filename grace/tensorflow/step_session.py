@@ -47,6 +47,9 @@ class StepSession(Session):
             with tf.init_scope():  # eagerly, also while a graph is traced: the collectives of the start run once
                 try:
                     self._build(variables, gradients)
+                    if self.next_strategy is not None:
+                        self.use_strategy(*self.next_strategy)
+                        self.next_strategy = None
                 except BaseException:
                     self.runner = None  # the next call begins anew, on all ranks alike
                     raise

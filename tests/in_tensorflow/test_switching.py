@@ -136,20 +136,25 @@ def test_in_fit():
     return ends
 
 
+@pytest.mark.parametrize("saved", ["after", "before"])
 @both_ways
 @on_mpi
-def test_a_checkpoint_after_a_switch(graph):
-    """A run that was saved after a switch is gone on with as if it had not been."""
+def test_a_checkpoint_after_or_before_a_switch(graph, saved):
+    """A run that was saved beside a switch is gone on with as if it had not been."""
     one = Loop(TOPK, graph, momentum=0.9)
     one.steps(range(2))
-    one.use(POWERSGD)
+    if saved == "after":
+        one.use(POWERSGD)
     one.steps(range(2, 4))
     state, momenta = one.optimizer.full_state(), [np.asarray(v) for v in one.optimizer.variables]
-    two = Loop(POWERSGD, graph, momentum=0.9)
+    two = Loop(POWERSGD if saved == "after" else TOPK, graph, momentum=0.9)
     two.optimizer.build(two.variables)
     for mine, theirs in zip([*two.variables, *two.optimizer.variables], [*one.values, *momenta], strict=True):
         mine.assign(theirs)
     two.optimizer.load_state(state)
+    if saved == "before":
+        one.use(POWERSGD)
+        two.use(POWERSGD)
     one.steps(range(4, 6))
     two.steps(range(4, 6))
     assert digest(one.values) == digest(two.values)

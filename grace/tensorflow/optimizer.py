@@ -222,13 +222,12 @@ class DistributedMixin(NoHorovodSubclass):
     def _absent_of_all(self) -> set[int]:
         """Return the ids of variables that this rank has no gradient of, nor has accumulated one since the last
         exchange."""
-        absent = set(self._step.absent)
+        # What was accumulated for a variable that this call is not given, of a layer that was frozen meanwhile, is
+        # dropped, as Keras does. A graph is traced once for many periods, in any of which a variable may have had one.
+        absent = self._step.absent.keys() - (self._accumulated & self._step.given)
         if tf.executing_eagerly():
-            absent -= self._accumulated
             self._accumulated.clear()
-            return absent
-        # A graph is traced once for many periods, in any of which the variables that it is given may have had one.
-        return absent - (self._accumulated & self._step.given)
+        return absent
 
     def _clip_gradients(self, grads: list[TapeGradient]) -> list[TapeGradient]:
         """Exchange the gradients, and clip the means as the user chose. Called by Keras."""

@@ -74,16 +74,17 @@ def test_gradients_are_accumulated_and_exchanged_once(graph):
 @both_ways
 @on_both
 def test_what_was_accumulated_counts_where_the_last_gradient_is_missing(graph):
-    """Rank 0 has no gradient of v in the step that exchanges. No rank has one of u, which is left alone."""
-    u, v, w = (tf.Variable([0.0]) for _ in range(3))
+    """Rank 0 has no gradient of v in the step that exchanges. No rank has one of u, and t is frozen by then: both are
+    left alone."""
+    t, u, v, w = (tf.Variable([0.0]) for _ in range(4))
     optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5, gradient_accumulation_steps=2)
     optimizer = grace.DistributedOptimizer(optimizer)
     u.assign([1.0])
-    first = traced(lambda g: optimizer.apply_gradients([(None, u), (g, v), (g, w)]), graph)
+    first = traced(lambda g: optimizer.apply_gradients([(g, t), (None, u), (g, v), (g, w)]), graph)
     last = traced(lambda g: optimizer.apply_gradients([(None, u), (g if grace.rank() else None, v), (g, w)]), graph)
     first(tf.constant([4.0 + 2 * grace.rank()]))
     last(tf.constant([10.0]))
-    assert [float(x[0]) for x in (u, v, w)] == [1.0, -5.0, -7.5]
+    assert [float(x[0]) for x in (t, u, v, w)] == [0.0, 1.0, -5.0, -7.5]
 
 
 @both_ways

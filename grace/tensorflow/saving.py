@@ -33,7 +33,7 @@ def save_model(model: keras.Model, path: str | Path) -> None:
         path: ends in ``.keras``.
 
     Raises:
-        ConfigError: the model's optimizer is not a distributed one.
+        ConfigError: the model's optimizer is not a distributed one, or the path ends otherwise.
         RankError: rank 0, where the error itself is raised, could not write it.
     """
     plain = getattr(model, "optimizer", None)
@@ -44,6 +44,8 @@ def save_model(model: keras.Model, path: str | Path) -> None:
             f"{said}; save it with model.save(path). If your loop has the optimizer, or the model has "
             "distributed optimizers as attributes, as a GAN has, save all in a tf.train.Checkpoint on every rank"
         )
+    if Path(path).suffix != ".keras":
+        raise ConfigError(f"{path} does not end in .keras; Keras's other formats have no room for memories")
     remembered, session = optimizer.grace_state, optimizer._grace
     remembered.everyone = session.state(everyone=True)
     remembered.slots = session.slots()

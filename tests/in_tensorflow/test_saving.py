@@ -141,6 +141,8 @@ def test_what_does_not_fit_is_refused(folder):
     model = grace.tensorflow.load_model(f"{other}.keras")
     with pytest.raises((grace.ConfigError, grace.RankError), match=r"Save one file per rank|rank 0 refused to start"):
         fit(model, range(2, 3))
+    with pytest.raises(grace.ConfigError, match=r"model\.h5 does not end in \.keras"):
+        grace.tensorflow.save_model(model, f"{folder}/model.h5")
     path = path_of(folder, TOPK, "one file a rank")
     model = grace.tensorflow.load_model(f"{path}.keras", compressor="qsgd")
     with pytest.raises(grace.ConfigError, match=r"was saved with .*topk.* this run uses .*qsgd"):

@@ -43,6 +43,7 @@ from grace.tensorflow.optimizer_checks import (
 from grace.tensorflow.optimizer_state import (
     FILE,
     GraceState,
+    assign_own,
     distributed_in,
     register_as,
     slots,
@@ -315,7 +316,9 @@ class DistributedMixin(NoHorovodSubclass):
     def load_own_variables(self, store: "H5IOStore") -> None:
         """Load the optimizer's variables. Called by Keras."""
         super().load_own_variables(store)  # type: ignore[misc]
-        self.grace_state.load_beside(store)
+        state = self.grace_state.load_beside(store)
+        if state is not None and self._grace.runner is None:
+            assign_own(self, state)
 
     def save_assets(self, dir_path: str) -> None:
         """Write this rank's state beside the optimizer's variables. Called when Keras saves the model."""

@@ -12,11 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from grace.core.compressor import Tensor
-from grace.errors import warn
+from grace.errors import ConfigError, warn
+from grace.session import state_schema
 from grace.session.checkpoint import warn_own_state
+from grace.session.reshard import join_parts, part_names
 from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, SavedState, damage_error
 from grace.tensorflow.session import Session
-from grace.tensorflow.variables import is_overwritten
+from grace.tensorflow.variables import is_overwritten, names_as_saved, names_of, value_of
 
 if TYPE_CHECKING:
     from keras.src.saving.saving_lib import H5IOStore
@@ -135,17 +137,20 @@ class GraceState(tf.train.experimental.PythonState):
             self.warned = True
             warn(WEIGHTS_ALONE)
 
-    def load_beside(self, store: "H5IOStore") -> None:
-        """Continue from the state that :meth:`save_beside` wrote, if the file has one.
+    def load_beside(self, store: "H5IOStore") -> SavedState | None:
+        """Continue from the state that :meth:`save_beside` wrote, and return it; None if the file has none.
 
         Raises:
             ConfigError: that part of the file is damaged.
         """
         file: Mapping[str, np.ndarray] = getattr(store, "h5_file", {})  # a store of another format has none
-        if BESIDE in file:
-            decoded = decode(bytes(file[BESIDE]))
-            BESIDE_WEIGHTS(decoded, "")
-            self.session.restore(decoded["state"])
+        if BESIDE not in file:
+            return None
+        decoded = decode(bytes(file[BESIDE]))
+        BESIDE_WEIGHTS(decoded, "")
+        state: SavedState | None = decoded["state"]
+        self.session.restore(state)
+        return state
 
 
 def _saver_of_weights() -> str:
@@ -191,6 +196,39 @@ def slots(optimizer: keras.optimizers.Optimizer) -> "list[keras.Variable]":
     # Counters and rates are equal on all ranks, which compare them at the first exchange.
     skipped = {id(optimizer._iterations), id(optimizer._learning_rate)}
     return [variable for variable in optimizer.variables if id(variable) not in skipped]
+
+
+def assign_own(
+    optimizer: keras.optimizers.Optimizer, state: SavedState, slots_of_ranks: list[list[Tensor]] | None = None
+) -> None:
+    """Assign the variables that this rank had alone, in the middle of a period, and its slots, if as many ranks saved
+    them; other numbers of ranks have those of rank 0. The first exchange loads all else, and comes too late for these:
+    eagerly a gradient was computed, or accumulated, before it.
+
+    Args:
+        slots_of_ranks: the slots of all ranks' optimizers, if the file has them.
+    """
+    try:
+        state_schema.check(state)
+    except ConfigError:  # the first exchange refuses it on all ranks
+        return
+    session, anchors = optimizer._grace, state["state"].get("anchor")
+    ranks = state.get("ranks")
+    if not anchors or (ranks is not None and len(ranks) != session.backend.size):
+        return
+    mine = state["state"] if ranks is None else ranks[session.backend.rank]
+    own = {**anchors, **mine.get("local", {})}
+    variables = [variable for variable in optimizer._trainable_variables if not is_overwritten(variable)]
+    for name, variable in zip(names_as_saved(names_of(variables), variables, state), variables, strict=True):
+        cut = state["pieces"].get(name)
+        if cut is None or list(cut["shape"]) != list(variable.shape):  # the first exchange refuses it on all ranks
+            continue
+        parts = [own[part] for part in part_names(name, cut) if part in own]
+        if len(parts) == len(cut["sizes"]):  # others are exchanged in every step
+            variable.assign(join_parts(parts, cut["axis"], cut["sizes"]))
+    if slots_of_ranks is not None:
+        for slot, value in zip(slots(optimizer), slots_of_ranks[session.backend.rank], strict=True):
+            value_of(slot).assign(value)
 
 
 def register_as(made: type, cls: type) -> None:

@@ -12,12 +12,10 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.session.checkpoint import check_mode, compare
 from grace.session.files import save_from_root
-from grace.session.reshard import join_parts, part_names
 from grace.session.state_schema import MODEL, SavedState
 from grace.tensorflow.optimizer import DistributedOptimizer
-from grace.tensorflow.optimizer_state import FILE, accumulators, decode, distributed
+from grace.tensorflow.optimizer_state import FILE, accumulators, assign_own, decode, distributed
 from grace.tensorflow.reductions import assign_means, engine_of
-from grace.tensorflow.variables import is_overwritten, names_as_saved, names_of, value_of
 
 
 def save_model(model: keras.Model, path: str | Path) -> None:
@@ -139,30 +137,8 @@ def _loaded(
         optimizer._grace.saved_slots = saved.get("slots")
         # With "keep" this run may have no outer rounds: then ranks must become equal again by the first broadcast.
         if memory_state == "strict" or (memory_state == "keep" and optimizer._grace.needs_broadcast):
-            _assign_own(optimizer, saved)
+            assign_own(optimizer, saved["state"], saved.get("slots"))
     return model
-
-
-def _assign_own(optimizer: keras.optimizers.Optimizer, saved: SavedState) -> None:
-    """Assign the variables and slots that this rank had alone, in the middle of a period, if as many ranks saved them;
-    other numbers of ranks have those of rank 0. The first exchange loads all else, and comes too late for these:
-    eagerly a gradient was computed, or accumulated, before it."""
-    session, state = optimizer._grace, saved["state"]
-    ranks, anchors = state.get("ranks", ()), state["state"].get("anchor")
-    if not anchors or len(ranks) != session.backend.size:
-        return
-    own = {**anchors, **ranks[session.backend.rank].get("local", {})}
-    variables = [variable for variable in optimizer._trainable_variables if not is_overwritten(variable)]
-    for name, variable in zip(names_as_saved(names_of(variables), variables, state), variables, strict=True):
-        cut = state["pieces"].get(name)
-        if cut is None or list(cut["shape"]) != list(variable.shape):  # the first exchange refuses it on all ranks
-            continue
-        parts = [own[part] for part in part_names(name, cut) if part in own]
-        if len(parts) == len(cut["sizes"]):  # others are exchanged in every step
-            variable.assign(join_parts(parts, cut["axis"], cut["sizes"]))
-    if "slots" in saved:
-        for slot, value in zip(session.optimizer_slots(), saved["slots"][session.backend.rank], strict=True):
-            value_of(slot).assign(value)
 
 
 def _read_saved(path: Path) -> SavedState | None:

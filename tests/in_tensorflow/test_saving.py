@@ -34,7 +34,8 @@ def fit(model, epochs, callbacks=()):
 
 
 def optimizer_for(spec, way):
-    optimizer = sgd(spec, lr=0.02, momentum=momentum_for(spec))
+    alone = {"outer": "nesterov", "period": 3} if way == "outer" else {}
+    optimizer = sgd(spec, lr=0.02, momentum=momentum_for(spec), **alone)
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if way == "loss scale" else optimizer
 
 
@@ -277,14 +278,16 @@ def test_options_that_are_not_given_again_are_as_they_were(local, tmp_path):
     assert (other["seed"], other["op"], other["compressor"]["name"]) == (7, "sum", "onebit")
 
 
-@pytest.mark.parametrize("way", ["", "loss scale"])
+@pytest.mark.parametrize("way", ["", "loss scale", "outer"])
 @on_mpi
 def test_backups_hold_memories(way, tmp_path):
-    """Whole, interrupted and resumed training, backed up by Keras's own callback."""
+    """Whole, interrupted and resumed training, backed up by Keras's own callback: anchors, if ranks train alone."""
     mine, others, ends = *(f"{tmp_path}/{rank}" for rank in (grace.rank(), 1 - grace.rank())), []
     for stops, backs_up in ((False, False), (True, True), (False, True)):
         model = new(TOPK, way)
-        callbacks = [keras.callbacks.BackupAndRestore(mine)] if backs_up else []
+        callbacks = [grace.tensorflow.AnchorCallback()]
+        if backs_up:
+            callbacks.append(keras.callbacks.BackupAndRestore(mine))
         if stops:
             with pytest.raises(KeyboardInterrupt):
                 fit(model, range(2), [*callbacks, StopBefore(1)])

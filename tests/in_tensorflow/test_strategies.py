@@ -292,7 +292,7 @@ def test_in_step_again_all_ranks_have_the_same_weights_and_momenta():
 @on_mpi
 def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path, eagerly):
     """The parameters after eleven steps, and after as many with a model that was saved, and loaded, in between: in a
-    file of each rank, or in one of all, which has the accumulated gradients and moments of each."""
+    file of each rank, with the anchors, or in one of all, which has the accumulated gradients and moments of each."""
 
     def trained(saved):
         model = mixed()
@@ -303,7 +303,8 @@ def test_a_model_that_was_saved_in_the_middle_of_a_period_goes_on(tmp_path, eage
             stepped(model, step)
         if saved == "by each rank":
             path = f"{tmp_path}/outer-{grace.rank()}.keras"
-            model.save(path)
+            with model.optimizer.anchor():
+                model.save(path)
         elif saved == "in one file":
             path = f"{tmp_path}/outer.keras"
             grace.tensorflow.save_model(model, path)

@@ -95,6 +95,10 @@ class Topology:
 class TwoHops:
     """The groups of a collective of two hops, inside each node and then between ranks of equal number on all nodes.
 
+    FSDP2's reduce-scatter goes by them (:mod:`grace.torch.fsdp_reduce_scatter`). Nodes have no leaders here, unlike in
+    :class:`NodeGroups`, which :mod:`grace.session.hierarchy` and ``local_replication`` of
+    :class:`~grace.communicators.reduce_broadcast.ReduceBroadcast` use.
+
     Attributes:
         node: a backend over the ranks of this rank's node.
         peers: a backend over the ranks that have this rank's number on their nodes.

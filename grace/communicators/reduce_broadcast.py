@@ -41,7 +41,8 @@ class ReduceBroadcast(Communicator):
         destination: the rank that reduces.
         sync: False to apply means when they arrive, which may be in other steps on each rank.
         staleness: number of steps that a rank may run ahead, with ``sync`` true only.
-        local_replication: True to send the answer once to each node, where one rank sends it to the others.
+        local_replication: True to send the answer once to each node, where one rank sends it to the others. All ranks
+            still send payloads of their own, unlike with ``hierarchical`` (:mod:`grace.session.hierarchy`).
         ahead: largest number of steps whose means are under way, with ``sync`` false only; each holds its payloads in
             memory.
 

@@ -5,6 +5,11 @@
     3. every leader broadcasts the result to its node
 
 The result is the mean over all ranks, equally weighted, whatever the nodes' sizes. Only leaders have memories.
+
+Two others go by nodes, and are no hierarchies: in FSDP2's compressed reduce-scatter
+(:class:`grace.backends.topology.TwoHops`) no rank leads, and each exchanges a part of the node's sum; and
+``local_replication`` of :class:`~grace.communicators.reduce_broadcast.ReduceBroadcast` concerns only the way back of
+means, after all ranks have sent payloads of their own.
 """
 
 import contextlib

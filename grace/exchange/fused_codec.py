@@ -55,47 +55,72 @@ class FusedCodec(PerVariableCodec):
 
     def __init__(self, bucket: Bucket, kernels: Kernels, on_device: bool, kind: Any, options: dict[str, object]):
         super().__init__(bucket, kernels, on_device)
-        owners, owner, names = self.owners, self.owner, self.names
+        shapes = [variable.shape for variable in bucket.variables]
         self.writes_headers: bool = kind.on_device
-        shapes = [variable.shape for variable in self.bucket.variables]
-        sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
+        # 1. The buffer of all wires.
         self.longest = max(layout.length for layout in self.layouts)
-        item = self.layouts[0].nbytes // max(1, self.layouts[0].length)
-        self.starts = np.arange(owners, dtype=np.uint64) * np.uint64(self.longest * item)
+        itemsize = self.layouts[0].nbytes // max(1, self.layouts[0].length)
+        self.starts = np.arange(self.owners, dtype=np.uint64) * np.uint64(self.longest * itemsize)
         """Offset of each owner's wire, in bytes."""
-        self.offsets = np.array([[4 * a for a, _ in each] for each in zip(*self.cuts, strict=True)], np.uint64)
-        """Offset of each owner's piece in each variable, in bytes."""
         self.parts: list[Tensor] = []
         self.buffer_address: list[int] | None = None
         """Address of the buffer, in a list; None before the first step, and if the framework gives none."""
-        placed = [self.placed(j) for j in range(owners)]
+        # 2. The codecs of kernels.
+        self.offsets = np.array([[4 * a for a, _ in each] for each in zip(*self.cuts, strict=True)], np.uint64)
+        """Offset of each owner's piece in each variable, in bytes."""
+        sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
+        self.kernel_codec, self.kernel_codec_of_means = self._make_kernel_codecs(kind, options, sizes)
+        self.streams = Streams(self._stream_names(), self.context, self.kernel_codec.draws)
+        # 3. Residuals.
+        unfinished = self.writes_headers and self.kernel_codec.unfinished
+        keeper, finisher = moment_keeper(self.compressor) or self.memory, self if unfinished else None
+        self.residuals = DoubleBuffer(keeper, kernels, self.names, shapes, finisher, self.owners)
+        self.piece_offsets = self._distances_of_pieces()
+        # 4. This step.
+        self.fused = False
+        """True if this step's wires were written in one pass."""
+        self.means_fused = False
+        """True if this step's means were written in one pass."""
+        # 5. Means.
+        self.mean_buffer: Tensor | None = None
+        self.means_wire: Tensor | None = None
+        if self.mean_compression is not None:
+            own_sizes = sizes[self.owner]
+            # Each variable's mean begins where kernels may read 16 bytes at once.
+            starts = np.cumsum([0, *((n + 3) // 4 * 4 for n in own_sizes)])
+            self.mean_offsets, self.mean_room = (4 * starts[:-1]).astype(np.uint64), int(starts[-1])
+            mean_shapes = shapes if self.pieces is None else [(n,) for n in own_sizes]
+            finisher_of_means = self.kernel_codec_of_means if unfinished else None
+            memory_of_means = self.mean_compression.memory
+            self.mean_residuals = DoubleBuffer(memory_of_means, kernels, self.names, mean_shapes, finisher_of_means)
+
+    def _make_kernel_codecs(
+        self, kind: Any, options: dict[str, object], sizes: Sequence[Sequence[int]]
+    ) -> tuple[Any, Any]:
+        """Return the codec of the pieces of all owners, in the buffer of all wires; and that of this owner's means, in
+        a wire of their own.
+
+        Args:
+            sizes: for each owner the number of elements of its piece of each variable.
+        """
+        placed = [self.placed(j) for j in range(self.owners)]
         in_buffer = [
             [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
             for start, payloads in zip(self.starts, placed, strict=True)
             for payload in payloads
         ]
-        self.kernel_codec = kind([n for each in sizes for n in each], in_buffer, **options)
-        self.kernel_codec_of_means = self.kernel_codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
-        self.streams = Streams(self._stream_names(), self.context, self.kernel_codec.draws)
-        unfinished = self.writes_headers and self.kernel_codec.unfinished
-        keeper = moment_keeper(self.compressor) or self.memory
-        self.residuals = DoubleBuffer(keeper, self.kernels, names, shapes, self if unfinished else None, owners)
-        subtrahends = np.broadcast_to(
-            np.arange(owners, dtype=np.uint64)[:, None] * np.uint64(8 * len(names)), (owners, len(names))
-        )
-        self.piece_offsets = np.stack([*[self.offsets] * 3, subtrahends, subtrahends], axis=2)
-        """Distance of each piece's addresses from the variable's in bytes, by the columns of ``DoubleBuffer.rows``."""
-        self.fused = self.means_fused = False
-        """True if this step's wires, and its means, were written in one pass."""
-        self.mean_buffer: Tensor | None = None
-        self.means_wire: Tensor | None = None
-        if self.mean_compression is not None:
-            # Each variable's mean begins where kernels may read 16 bytes at once.
-            starts = np.cumsum([0, *((n + 3) // 4 * 4 for n in sizes[owner])])
-            self.mean_offsets, self.mean_room = (4 * starts[:-1]).astype(np.uint64), int(starts[-1])
-            mine = shapes if self.pieces is None else [(n,) for n in sizes[owner]]
-            finisher = self.kernel_codec_of_means if unfinished else None
-            self.mean_residuals = DoubleBuffer(self.mean_compression.memory, self.kernels, names, mine, finisher)
+        of_all = kind([n for each in sizes for n in each], in_buffer, **options)
+        if self.owners == 1:  # the only wire is the whole buffer
+            return of_all, of_all
+        return of_all, kind(sizes[self.owner], placed[self.owner], **options)
+
+    def _distances_of_pieces(self) -> np.ndarray:
+        """Return the distance of each piece's addresses from the variable's in bytes, by owner, variable and the
+        columns of ``DoubleBuffer.rows``."""
+        count = len(self.names)
+        pairs = np.arange(self.owners, dtype=np.uint64)[:, None] * np.uint64(8 * count)  # a pair of float32 is 8 bytes
+        subtrahends = np.broadcast_to(pairs, (self.owners, count))
+        return np.stack([*[self.offsets] * 3, subtrahends, subtrahends], axis=2)
 
     def placed(self, owner: int) -> list[list[Placed]]:
         """Return the locations of an owner's payload tensors in its wire, for a codec of kernels."""
@@ -438,19 +463,15 @@ class DoubleBuffer:
             return True
         if not self.buffers:
             self._make_buffers(like)
+        # The codec subtracts what is still to be subtracted when it reads a residual, so it is not done here.
         with memory.state.without_deferred() if self.finisher is not None else contextlib.nullcontext():
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
         self.factors[:, 0], residuals, self.factors[:, 1] = zip(*recalled, strict=True)
-        # The usual step: all residuals are in the buffer that was written last.
-        if all([found is own for found, own in zip(residuals, self.buffers[self.newest], strict=True)]):
-            source, target = self.newest, 1 - self.newest
-            self.source[:], self.target[:] = source, target
-            self.rows[:, RESIDUAL] = self.addresses[source]
-            self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
-            self.next_residuals = self.buffers[target]
-            self.newest = target
+        newest = self.buffers[self.newest]
+        if all([residual is own for residual, own in zip(residuals, newest, strict=True)]):
+            self._swap_all()
         elif not self._find_each(residuals):
             return False
         if self.finisher is not None:
@@ -459,17 +480,32 @@ class DoubleBuffer:
             self.rows[:, NEXT_SUBTRAHENDS] = self.subtrahend_addresses[self.target, variables]
         return True
 
+    def _swap_all(self) -> None:
+        """Read all residuals from the buffer that was written last, and write the next ones to the other, as in the
+        usual step."""
+        source, target = self.newest, 1 - self.newest
+        self.source[:] = source
+        self.target[:] = target
+        self.rows[:, RESIDUAL] = self.addresses[source]
+        self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
+        self.next_residuals = self.buffers[target]
+        self.newest = target
+
     def _find_each(self, residuals: Sequence[Tensor | None]) -> bool:
         """Find each residual in a buffer or in other memory, as after a resume, a roll-back or a switch of plans;
         return False if one has no address."""
-        state = self.memory.state
+        state, (first, second) = self.memory.state, self.buffers
         for i, (name, residual) in enumerate(zip(self.names, residuals, strict=True)):
-            with state.without_deferred():
-                held = residual if residual is not None else _residual(state.get(name))
-            in_first, in_second = held is self.buffers[0][i], held is self.buffers[1][i]
-            source = 0 if in_first else 1 if in_second else NEITHER
-            target = 1 if in_first else 0
-            if source == NEITHER:
+            held = residual
+            if held is None:  # the codec reads none, and must not overwrite the one that the memory keeps
+                with state.without_deferred():
+                    held = _residual(state.get(name))
+            if held is first[i]:
+                source, target = 0, 1
+            elif held is second[i]:
+                source, target = 1, 0
+            else:
+                source, target = NEITHER, 0
                 state.run_deferred(name)  # the residual may be in a buffer of another double buffer
             if residual is None:
                 address = 0
@@ -480,7 +516,8 @@ class DoubleBuffer:
                 if found is None:
                     return False
                 address = found[0]
-            self.source[i], self.target[i] = source, target
+            self.source[i] = source
+            self.target[i] = target
             self.rows[i, RESIDUAL] = address
             self.rows[i, NEXT_RESIDUAL] = self.addresses[target][i]
             self.next_residuals.append(self.buffers[target][i])
@@ -567,37 +604,50 @@ def fused_codec(plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
         plain: the codec of the same bucket variable by variable, whose layouts are known.
         like: one of the bucket's gradients.
     """
-    bucket, kernels, compressor, memory = plain.bucket, plain.kernels, plain.compressor, plain.memory
-    of_means = plain.mean_compression
-    # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
-    if bucket.communicator.delayed or not kernels.codecs:
+    kernels, compressor, of_means = plain.kernels, plain.compressor, plain.mean_compression
+    if not _fits_kernels(plain):
         return None
-    # Exact methods send gradients in their own dtype, and kernels read float32 only.
-    if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
+    declared = compressor.bucket_codec()
+    if declared is None:
         return None
-    # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
-    if "bucket_codec" not in vars(type(compressor)):
-        return None
-    if not (_is_error_feedback_or_none(memory) and (of_means is None or _is_error_feedback_or_none(of_means.memory))):
-        return None
-    if moment_keeper(compressor) and memory.stateful:  # a codec has one pair of buffers: x or residuals
-        return None
-    found = compressor.bucket_codec()
-    kind: Any = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
-    if found is None or kind is None:
+    name, options = declared
+    kind: Any = importlib.import_module(kernels.codecs).CODECS.get(name)
+    if kind is None:  # this engine has no kernels for the method
         return None
     # Means are encoded by the same kernels: their method must be the same, and draw its own random numbers.
     if of_means is not None and (kind.draws == "shared" or type(of_means.compressor) is not type(compressor)):
         return None
-    options = {**found[1], "device": like.device} if kind.on_device else found[1]
+    if kind.on_device:
+        options = {**options, "device": like.device}
     if compressor.traits.rounds == 1:
-        return FusedCodec(bucket, kernels, plain.on_device, kind, options)
-    if not memory.stateful or not plain.sums:
-        return None
-    # The kernels' low rank takes matrices alone.
-    if all(layouts and layouts[0].body for layouts in plain.known) and kind.takes(_payloads_of_rounds(plain)):
-        return FusedRounds(bucket, kernels, plain.on_device, kind, options)
+        return FusedCodec(plain.bucket, kernels, plain.on_device, kind, options)
+    # Kernels for several rounds write what the last one leaves out into a residual, and take summed matrices alone.
+    matrices_only = plain.sums and all(layouts and layouts[0].body for layouts in plain.known)
+    if plain.memory.stateful and matrices_only and kind.takes(_payloads_of_rounds(plain)):
+        return FusedRounds(plain.bucket, kernels, plain.on_device, kind, options)
     return None
+
+
+def _fits_kernels(plain: PerVariableCodec) -> bool:
+    """Return True if kernels, if there are any for the method, compute the same as this codec."""
+    bucket, compressor, memory = plain.bucket, plain.compressor, plain.memory
+    of_means = plain.mean_compression
+    # Exact methods send gradients in their own dtype, and kernels read float32 only.
+    other_dtype = compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables)
+    # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
+    inherits_codec = "bucket_codec" not in vars(type(compressor))
+    memories = [memory] if of_means is None else [memory, of_means.memory]
+    # A codec has one pair of buffers: for the x that the method keeps, or for residuals.
+    needs_two_buffers = moment_keeper(compressor) is not None and memory.stateful
+    return (
+        bool(plain.kernels.codecs)
+        # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
+        and not bucket.communicator.delayed
+        and not other_dtype
+        and not inherits_codec
+        and all(map(_is_error_feedback_or_none, memories))
+        and not needs_two_buffers
+    )
 
 
 def _payloads_of_rounds(codec: PerVariableCodec) -> list[list[Placed]]:

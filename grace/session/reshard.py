@@ -101,31 +101,35 @@ class Resharding:
         Raises:
             ConfigError: (if strict) state does not fit; the message names the variable.
         """
-        states = [self.saved["state"], *(self.everyone or ())]
-        kinds = dict.fromkeys(kind for state in states for kind in state)
-        held = {kind: {name for state in states for name in state.get(kind, ())} for kind in kinds}
-        found: ValuesByKind = {kind: {} for kind in held}
-        parts_of = {name: set(part_names(name, old)) for name, old in self.before.items()}
-        known = set().union(*parts_of.values())
         # A variable of another shape is refused even if it has no state yet.
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._convert_or_drop(self._check_shape, "something", name)
-        kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
-        for kind, names in held.items():
-            if kind in OF_BUFFERS:
-                found[kind] = self._convert_buffers(kind, names)
-                continue
-            if kind.partition(".")[0] not in KINDS and kind not in kept:
-                self._raise_or_drop(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
-            for name in sorted(names - known):
-                self._raise_or_drop(_unknown_name(kind, name))
-            for name, parts in parts_of.items():
-                if parts & names:
-                    found[kind].update(self._convert_or_drop(self._convert, kind, name))
+        names_of: dict[str, set[str]] = {}
+        for state in [self.saved["state"], *(self.everyone or ())]:
+            for kind, values in state.items():
+                names_of.setdefault(kind, set()).update(values)
+        found: ValuesByKind = {}
+        for kind, names in names_of.items():
+            found[kind] = self._convert_buffers(kind, names) if kind in OF_BUFFERS else self._convert_kind(kind, names)
         # After all residuals are converted, to which these are added.
         for kind, name in self.returned:
             residuals = found.setdefault(_kind_of_residuals(kind), {})
             residuals.update(self._convert_or_drop(self._return_to_residuals, kind, name, residuals))
+        return found
+
+    def _convert_kind(self, kind: str, names: set[str]) -> Values:
+        """Return one kind of state of all variables, by this run's parts; ``names`` are the saved parts that have
+        it."""
+        kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
+        if kind.partition(".")[0] not in KINDS and kind not in kept:
+            self._raise_or_drop(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
+        parts_of = {name: set(part_names(name, partition)) for name, partition in self.before.items()}
+        for unknown in sorted(names.difference(*parts_of.values())):
+            self._raise_or_drop(_unknown_name(kind, unknown))
+        found: Values = {}
+        for name, parts in parts_of.items():
+            if parts & names:
+                found.update(self._convert_or_drop(self._convert, kind, name))
         return found
 
     def pending(self) -> list[Values]:
@@ -135,14 +139,14 @@ class Resharding:
             ConfigError: (if strict) a mean does not fit.
         """
         new: list[Values] = []
-        known = {part for name, old in self.before.items() for part in part_names(name, old)}
+        known = {part for name, before in self.before.items() for part in part_names(name, before)}
         for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
                 self._raise_or_drop(_unknown_name("mean", name))
-            for name, old in self.before.items():
-                if any(part in step for part in part_names(name, old)):
-                    new[-1].update(self._convert_or_drop(self._convert_pending, name, old, step))
+            for name, before in self.before.items():
+                if any(part in step for part in part_names(name, before)):
+                    new[-1].update(self._convert_or_drop(self._convert_pending, name, before, step))
         return new
 
     def _convert_or_drop(self, convert: Callable[..., Values], *what: object) -> Values:
@@ -163,26 +167,30 @@ class Resharding:
         """Return one kind of state of one variable, by this run's parts."""
         if name not in self.now:
             raise Misfit(_unknown_name(kind, name))
-        old, cut, base = self.before[name], self.now[name], kind.partition(".")[0]
+        before, now, base = self.before[name], self.now[name], kind.partition(".")[0]
         self._check_shape(f"the {kind}", name)
         if base in ("memory", "answer_memory", "shard_memory"):
-            self._check_memory(kind, name, old, cut)
+            self._check_memory(kind, name, before, now)
         if base == "answer_memory":
-            values = self._answer_memory(kind, name, old, cut)
+            values = self._answer_memory(kind, name, before, now)
         elif base in ("memory", *OF_ROUNDS):
-            values = {part: self._value_of(kind, part) for part in part_names(name, old)}
-            values = {part: value for part, value in values.items() if value is not None}
-            if not _cut_alike(old, cut):
-                values = _repartition(name, old, cut, values, f"the {kind}", base in OF_ROUNDS)
-        elif base == "shard_memory" and not self._same_shards(old, cut):
+            values = self._values_of(kind, name)
+            if not _cut_alike(before, now):
+                values = _repartition(name, before, now, values, f"the {kind}", base in OF_ROUNDS)
+        elif base == "shard_memory" and not self._same_shards(before, now):
             self.returned.append((kind, name))
             return {}
-        elif not _exchanged_alike(old, cut):
+        elif not _exchanged_alike(before, now):
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
             return {}
         else:
-            values = {part: self._value_of(kind, part) for part in part_names(name, old)}
-        return {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
+            values = self._values_of(kind, name)
+        return {part: value for part, value in values.items() if self._fits(kind, part, value)}
+
+    def _values_of(self, kind: str, name: str) -> Values:
+        """Return this rank's state of one variable, by the checkpoint's parts that have any."""
+        values = {part: self._value_of(kind, part) for part in part_names(name, self.before[name])}
+        return {part: value for part, value in values.items() if value is not None}
 
     def _convert_buffers(self, kind: str, names: set[str]) -> Values:
         """Return the model's buffers that this run has, too. Each rank's own need as many ranks: all others start from
@@ -203,9 +211,9 @@ class Resharding:
                 found[name] = value
         return found
 
-    def _same_shards(self, old: Partition, cut: Partition) -> bool:
+    def _same_shards(self, before: Partition, now: Partition) -> bool:
         """Return True if a variable's shards are on the same ranks as in the checkpoint."""
-        return self.saved["size"] == self.size and _exchanged_alike(old, cut)
+        return self.saved["size"] == self.size and _exchanged_alike(before, now)
 
     def _return_to_residuals(self, kind: str, name: str, kept: Values) -> Values:
         """Return the sums of a variable's residuals and of its memories of means, by this run's parts.
@@ -230,17 +238,17 @@ class Resharding:
 
     def _shards_of_means(self, kind: str, name: str) -> Values:
         """Return what shards' memories of a variable add to each rank's residual, by this run's parts."""
-        old, cut = self.before[name], self.now[name]
+        before, now = self.before[name], self.now[name]
         wholes, size = Values(), self.saved["size"]
-        shape = list(cut["shape"])
-        for i, part in enumerate(part_names(name, old)):
+        shape = list(now["shape"])
+        for i, part in enumerate(part_names(name, before)):
             own = self._value_of(kind, part) if self.everyone is None else None
             alone = [own if rank == self.rank else None for rank in range(size)]
             shards = alone if self.everyone is None else [one.get(kind, {}).get(part) for one in self.everyone]
             if all(value is None for value in shards):
                 continue
-            axis = old["axis"]
-            of_part = shape if axis is None else [*shape[:axis], old["sizes"][i], *shape[axis + 1 :]]
+            axis = before["axis"]
+            of_part = shape if axis is None else [*shape[:axis], before["sizes"][i], *shape[axis + 1 :]]
             # Without the others' shards this rank's is weighted by their number, by which the mean divides it.
             wholes[part] = join_shards(shards, of_part, 1.0 if self.everyone else size)
             if wholes[part] is None or self.saved["hierarchical"]:
@@ -248,25 +256,25 @@ class Resharding:
                     f"the checkpoint holds memories of shards of {part!r}, of the second compression of "
                     f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
                 )
-        return wholes if _cut_alike(old, cut) else _repartition(name, old, cut, wholes, f"the {kind}")
+        return wholes if _cut_alike(before, now) else _repartition(name, before, now, wholes, f"the {kind}")
 
     def _check_shape(self, what: str, name: str) -> Values:
-        old, cut = self.before[name]["shape"], self.now[name]["shape"]
-        if list(old) != cut:
+        before, now = self.before[name]["shape"], self.now[name]["shape"]
+        if list(before) != now:
             raise Misfit(
-                f"the checkpoint holds {what} of {name!r} as a variable of shape {list(old)}, and in this run it has "
-                f"the shape {cut}"
+                f"the checkpoint holds {what} of {name!r} as a variable of shape {list(before)}, and in this run it "
+                f"has the shape {now}"
             )
         return {}
 
-    def _check_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> None:
+    def _check_memory(self, kind: str, name: str, before: Partition, now: Partition) -> None:
         # With memory="keep" a memory may have other parameters now.
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
-        states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(old, cut)
-        for i, (part, spec) in enumerate(zip(part_names(name, old), old["memories"], strict=True)):
+        states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(before, now)
+        for i, (part, spec) in enumerate(zip(part_names(name, before), before["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
-            # A part that is cut anew may get values of every old part.
-            for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
+            # A part that is cut anew may get values of every part of the checkpoint.
+            for other in now["memories"][i : i + 1] if unchanged else now["memories"]:
                 if held and not same(spec, other):
                     raise Misfit(
                         f"the checkpoint has the state of the memory {spec} for {name!r}, and this run uses the memory "
@@ -324,21 +332,19 @@ class Resharding:
             return False
         raise Misfit(f"the checkpoint holds the {kind} of {part!r}, which {why}")
 
-    def _answer_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> Values:
+    def _answer_memory(self, kind: str, name: str, before: Partition, now: Partition) -> Values:
         """Return the memory for the answers of this rank, if it is a destination. Another rank may have been the
         destination in the checkpoint."""
-        parts = part_names(name, old)
         if self.everyone is None:
-            if not _cut_alike(old, cut) or old["destinations"] != cut["destinations"]:
+            if not _cut_alike(before, now) or before["destinations"] != now["destinations"]:
                 raise Misfit(
                     f"the checkpoint has this rank's memory of its answers for {name!r}, which another rank reduces "
                     "now, or in other parts. Save "
                     f"{self.runner.context.api_names.save_all}, which has the state of all ranks"
                 )
-            own = {part: self._value_of(kind, part) for part in parts}
-            return {part: value for part, value in own.items() if value is not None}
+            return self._values_of(kind, name)
         whole = self._answers_of_all(kind, name)
-        destinations = dict(zip(part_names(name, cut), cut["destinations"], strict=True))
+        destinations = dict(zip(part_names(name, now), now["destinations"], strict=True))
         if any(destinations[part] is None for part in whole):
             if self.saved["hierarchical"]:
                 self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
@@ -349,27 +355,27 @@ class Resharding:
     def _answers_of_all(self, kind: str, name: str) -> Values:
         """Return the memories of a variable's answers on all ranks, each of which one destination has, by this run's
         parts."""
-        old, cut = self.before[name], self.now[name]
-        parts = part_names(name, old)
+        before, now = self.before[name], self.now[name]
+        parts = part_names(name, before)
         states = self.everyone or ()
         whole = {part: value for one in states for part, value in one.get(kind, {}).items() if part in parts}
-        return whole if _cut_alike(old, cut) else _repartition(name, old, cut, whole, f"the {kind}")
+        return whole if _cut_alike(before, now) else _repartition(name, before, now, whole, f"the {kind}")
 
-    def _convert_pending(self, name: str, old: Partition, step: Values) -> Values:
+    def _convert_pending(self, name: str, before: Partition, step: Values) -> Values:
         """Return the means of one variable that are still to be applied, by this run's parts."""
         if name not in self.now:
             raise Misfit(_unknown_name("mean", name))
-        cut = self.now[name]
+        now = self.now[name]
         self._check_shape("a mean", name)
-        if _cut_alike(old, cut):
-            values = {part: step[part] for part in part_names(name, old) if part in step}
-        elif any(isinstance(step.get(part), dict) for part in part_names(name, old)):
+        if _cut_alike(before, now):
+            values = {part: step[part] for part in part_names(name, before) if part in step}
+        elif any(isinstance(step.get(part), dict) for part in part_names(name, before)):
             raise Misfit(
                 f"the checkpoint holds rows of {name!r} that were still to be applied, and this run cuts it "
                 "otherwise. Use the same partition for it"
             )
         else:
-            values = _repartition(name, old, cut, step, "a mean", any_dtype=True)
+            values = _repartition(name, before, now, step, "a mean", any_dtype=True)
         for part, value in values.items():
             variable = self.runner.shards[part].variable
             if variable.sparse:
@@ -398,20 +404,20 @@ def _kind_of_residuals(kind: str) -> str:
     return kind.removeprefix("shard_").removeprefix("answer_")
 
 
-def _cut_alike(old: Partition, cut: Partition) -> bool:
+def _cut_alike(before: Partition, now: Partition) -> bool:
     """Return True if a variable is cut into the same parts on both sides, or into none."""
-    return old["axis"] == cut["axis"] and (cut["axis"] is None or old["sizes"] == cut["sizes"])
+    return before["axis"] == now["axis"] and (now["axis"] is None or before["sizes"] == now["sizes"])
 
 
-def _exchanged_alike(old: Partition, cut: Partition) -> bool:
+def _exchanged_alike(before: Partition, now: Partition) -> bool:
     """Return True if also the methods and destinations of the parts are the same. Parameters of methods may differ."""
-    methods = [list(map(without_parameters, side["methods"])) for side in (old, cut)]
-    return _cut_alike(old, cut) and methods[0] == methods[1] and old["destinations"] == cut["destinations"]
+    methods = [list(map(without_parameters, side["methods"])) for side in (before, now)]
+    return _cut_alike(before, now) and methods[0] == methods[1] and before["destinations"] == now["destinations"]
 
 
-def part_names(name: str, cut: Partition) -> list[str]:
+def part_names(name: str, partition: Partition) -> list[str]:
     """Return the names of a variable's parts."""
-    return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
+    return [name] if partition["axis"] is None else [f"{name}/part_{i}" for i in range(len(partition["sizes"]))]
 
 
 def _layout(value: Value) -> object:
@@ -438,30 +444,30 @@ def _mean_value(values: list[Value], count: int, what: str) -> Value:
 
 
 def _repartition(
-    name: str, old: Partition, cut: Partition, values: Values, what: str, any_dtype: bool = False
+    name: str, before: Partition, now: Partition, values: Values, what: str, any_dtype: bool = False
 ) -> Values:
-    """Return values of a variable's old parts as values of its new parts.
+    """Return values of a variable's parts in the checkpoint as values of its parts in this run.
 
     Raises:
-        Misfit: a value has not the form of its old part.
+        Misfit: a value has not the form of its part.
     """
-    parts = part_names(name, old)
+    parts = part_names(name, before)
     kept = [values.get(part) for part in parts]
     if all(value is None for value in kept):
         return {}
-    shape, some = list(cut["shape"]), next(value for value in kept if value is not None)
+    shape, some = list(now["shape"]), next(value for value in kept if value is not None)
     nested, dtype = isinstance(some, dict), kernels_of(some).dtype(some) if any_dtype else "float32"
-    for part, value, n in zip(parts, kept, old["sizes"] or [0], strict=False):
-        own = shape if old["axis"] is None else [*shape[: old["axis"]], n, *shape[old["axis"] + 1 :]]
+    for part, value, n in zip(parts, kept, before["sizes"] or [0], strict=False):
+        own = shape if before["axis"] is None else [*shape[: before["axis"]], n, *shape[before["axis"] + 1 :]]
         wanted = {key: own if hasattr(one, "shape") else float for key, one in some.items()} if nested else own
         why = "" if value is None else describe_mismatch(value, wanted, dtype)
         if why:
             raise Misfit(f"the checkpoint holds {what} of {part!r}, which {why}")
-    whole = join_parts(kept, old["axis"], old["sizes"])
-    if cut["axis"] is None:
+    whole = join_parts(kept, before["axis"], before["sizes"])
+    if now["axis"] is None:
         return {name: whole}
-    ends = pairwise(accumulate(cut["sizes"], initial=0))
-    return {part: _slice(whole, cut["axis"], a, b) for part, (a, b) in zip(part_names(name, cut), ends, strict=True)}
+    ends = pairwise(accumulate(now["sizes"], initial=0))
+    return {part: _slice(whole, now["axis"], a, b) for part, (a, b) in zip(part_names(name, now), ends, strict=True)}
 
 
 def join_parts(values: list[Value], axis: int | None, sizes: list[int]) -> Value:

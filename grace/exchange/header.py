@@ -359,40 +359,62 @@ def explain_difference(
     'ranks 0 and 1 left out optimizer.step(), or rank 2 called it without a backward pass'
     """
     mine = step_stamp(context)
-    if all([theirs == mine for theirs in stamps]):
-        return "", False
-    apart = [rank for rank, theirs in enumerate(stamps) if context.partial and theirs == APART]
-    intact = {rank: theirs for rank, theirs in enumerate(stamps) if rank in apart or not theirs.damaged}
+    # Damaged stamps say nothing: decoding their payloads raises an error.
+    leaders_apart = [rank for rank, theirs in enumerate(stamps) if context.partial and theirs == APART]
+    intact = {rank: theirs for rank, theirs in enumerate(stamps) if rank in leaders_apart or not theirs.damaged}
     if all(theirs == mine for theirs in intact.values()):
         return "", False
 
     def call(ranks: Sequence[int]) -> str:
         return describe_ranks(list(map(number_of, ranks)), len(stamps) == context.size)
 
-    if apart:
-        return f"ranks that exchange through {call(apart)} went different ways; their own errors say how", False
-    # A rank that left out step() is behind in updates; one that left out a whole step is behind in both.
-    steps_ahead = {rank: _signed(theirs.step - mine.step) for rank, theirs in intact.items()}
-    updates_ahead = {rank: _signed(theirs.updates - mine.updates) for rank, theirs in intact.items()}
-    most_steps, most_updates = max(steps_ahead.values()), max(updates_ahead.values())
-    behind = {rank: max(most_steps - steps_ahead[rank], most_updates - updates_ahead[rank]) for rank in intact}
-    if any(behind.values()):
-        late = [rank for rank, steps in behind.items() if steps]
-        steps = {rank: context.step + most_steps - steps for rank, steps in behind.items()}
-        why = f"{call(late)} left out {context.api_names.step}"
-        if len(set(steps_ahead.values())) == 1:  # of equally many exchanges: a step without one looks the same
-            why += f", or {call([rank for rank in intact if rank not in late])} called it without a backward pass"
-        return f"{_describe_steps(steps, call)}: {why}. {ADVICE}", False
-    # Steps are equal: a rank that cleared gradients more often than others has left backward() out, or cleared them
-    # once more, which looks the same from here.
-    cleared_ahead = {rank: _signed(theirs.cleared - mine.cleared) for rank, theirs in intact.items()}
-    least = min(cleared_ahead.values())
-    early = [rank for rank, cleared in cleared_ahead.items() if cleared > least]
-    if early:
-        where = _describe_steps({rank: context.step + n - least for rank, n in cleared_ahead.items()}, call)
-        why = "left out backward(), or cleared once more than the others: clear on all ranks alike"
-        return f"{where}: {call(early)} called optimizer.zero_grad() and {why}. {ADVICE}", False
+    if leaders_apart:
+        why = f"ranks that exchange through {call(leaders_apart)} went different ways; their own errors say how"
+        return why, False
+    why = _explain_missing_step(intact, mine, context, call) or _explain_missing_backward(intact, mine, context, call)
+    if why:
+        return f"{why}. {ADVICE}", False
+    # Steps are equal, so digests differ: nothing else is in a stamp.
     return f"the optimizer's hyperparameters differ at step {context.step}", True
+
+
+def _explain_missing_step(
+    stamps: dict[int, StepStamp], mine: StepStamp, context: AnyContext, call: Callable[[Sequence[int]], str]
+) -> str:
+    """Return which ranks left out ``optimizer.step()``, or whole steps; empty if all made the same.
+
+    A rank that left out ``step()`` is behind in updates; one that left out a whole step is behind in both counts.
+    """
+    steps_ahead = {rank: _signed(theirs.step - mine.step) for rank, theirs in stamps.items()}
+    updates_ahead = {rank: _signed(theirs.updates - mine.updates) for rank, theirs in stamps.items()}
+    most_steps, most_updates = max(steps_ahead.values()), max(updates_ahead.values())
+    behind = {rank: max(most_steps - steps_ahead[rank], most_updates - updates_ahead[rank]) for rank in stamps}
+    late = [rank for rank, steps in behind.items() if steps]
+    if not late:
+        return ""
+    where = _describe_steps({rank: context.step + most_steps - steps for rank, steps in behind.items()}, call)
+    why = f"{where}: {call(late)} left out {context.api_names.step}"
+    if len(set(steps_ahead.values())) > 1:
+        return why
+    # All ranks have made equally many exchanges, so that a step without a backward pass looks the same.
+    return f"{why}, or {call([rank for rank in stamps if rank not in late])} called it without a backward pass"
+
+
+def _explain_missing_backward(
+    stamps: dict[int, StepStamp], mine: StepStamp, context: AnyContext, call: Callable[[Sequence[int]], str]
+) -> str:
+    """Return which ranks of equal steps cleared gradients more often than others; empty if none did.
+
+    Such a rank has left ``backward()`` out, or has cleared once more, which looks the same from here.
+    """
+    ahead = {rank: _signed(theirs.cleared - mine.cleared) for rank, theirs in stamps.items()}
+    least = min(ahead.values())
+    early = [rank for rank, cleared in ahead.items() if cleared > least]
+    if not early:
+        return ""
+    where = _describe_steps({rank: context.step + cleared - least for rank, cleared in ahead.items()}, call)
+    why = "left out backward(), or cleared once more than the others: clear on all ranks alike"
+    return f"{where}: {call(early)} called optimizer.zero_grad() and {why}"
 
 
 def describe_ranks(ranks: Sequence[int], known: bool = True) -> str:

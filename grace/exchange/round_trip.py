@@ -662,29 +662,49 @@ class RoundTrip:
     def _read_headers(self, wires: list[Tensor]) -> None:
         """Read the headers received in a round, or last, or defer that.
 
+        1. Compare the step stamps, with which ranks that are out of step end here.
+        2. Read the statuses, and look for overflows in the payloads where these show them.
+        3. If headers are read only after the means were applied, make means that overflowed NaN on the device.
+
         Overflows are read in each round of a method: a later one may be finite again, since an infinite column may
         become a finite one."""
-        header, k, several = self.header, self.kernels, self.traits.rounds > 1
+        header, several_rounds = self.header, self.traits.rounds > 1
         if self.mean_encoder is None or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare_stamps(self.layouts, wires)
-        each = self.codec.receive(wires[0]) if several else None
+        finite = self.codec.receive(wires[0]) if several_rounds else None
         if header.out_of_step:
             return
-        flags = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
+        statuses = [wire[layout.statuses] for layout, wire in zip(self.layouts, wires, strict=True)]
         if self.mean_encoder is not None:
-            header.read(flags, self._evaluate_means)
+            header.read(statuses, self._evaluate_means)
         else:
-            statuses = flags if header.statuses_matter else []
-            finite = [] if each is None else [each]
-            if each is None and self.finds_overflow and self.program.payloads_show_overflow:
-                finite = [k.all_finite(body) for body in self._bodies(wires)]
-            if statuses or finite:
-                expected = [*[self.program.expected_status] * len(statuses), *[None] * len(finite)]
-                header.read([*statuses, *finite], partial(self._evaluate, len(statuses), wires, self.layouts), expected)
-        if self.headers_after_use and self.on_device and self.hides_overflow:
-            if several and each is None:
-                each = [math.prod(map(k.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
-            header.add_poison(flags, () if each is None else each)
+            self._read_statuses(statuses, finite, wires)
+        if not (self.headers_after_use and self.on_device and self.hides_overflow):
+            return
+        if finite is None and several_rounds:
+            finite = [math.prod(map(self.kernels.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
+        header.add_poison(statuses, () if finite is None else finite)
+
+    def _read_statuses(self, statuses: list[Tensor], finite: Tensor | None, wires: list[Tensor]) -> None:
+        """Read the statuses of ranks if they say more than payloads do, and whether payloads are finite if they show
+        overflows; or defer both.
+
+        Args:
+            statuses: the statuses in each wire.
+            finite: the codec's flags of the received sum; None if it has not looked.
+            wires: the received wires.
+        """
+        header = self.header
+        if not header.statuses_matter:
+            statuses = []
+        flags: list[Tensor] = []
+        if finite is not None:
+            flags = [finite]
+        elif self.finds_overflow and self.program.payloads_show_overflow:
+            flags = [self.kernels.all_finite(body) for body in self._bodies(wires)]
+        if statuses or flags:
+            expected = [*[self.program.expected_status] * len(statuses), *[None] * len(flags)]
+            header.read([*statuses, *flags], partial(self._evaluate, len(statuses), wires, self.layouts), expected)
 
     def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that show overflows: a whole sum, which is checked variable by variable only if it is not

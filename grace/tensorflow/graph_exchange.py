@@ -231,9 +231,15 @@ class GraphRun(StepRun):
 
     def _add_group(self, buckets: Sequence[Bucket], gradients: Sequence[Gradient], rate: tf.Tensor) -> dict[str, Pair]:
         """Add the operations of buckets that share their Python functions, and return their pairs: each call costs as
-        much as to compress a small variable."""
+        much as to compress a small variable.
+
+        1. A Python function starts all buckets, and returns the wires of their first legs.
+        2. One collective for each wire follows; then a function that starts the next leg of the buckets that have one,
+           its collectives, and so on. Buckets with fewer legs keep what their last leg received.
+        3. A function finishes all buckets.
+        """
         with tf.init_scope():
-            plans = [[] if bucket.communicator.delayed else self._operations_of(bucket) for bucket in buckets]
+            legs = [[] if bucket.communicator.delayed else self._operations_of(bucket) for bucket in buckets]
         shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in buckets]
         variables = [variable for bucket in buckets for variable in bucket.variables]
         inputs: list[tf.Tensor] = [*tf.nest.flatten(shard_gradients), rate]
@@ -248,27 +254,32 @@ class GraphRun(StepRun):
             start(*tensors)
             return self._finish_function(buckets, [0])()
 
-        if not any(plans):  # delayed buckets: their collectives are started outside of the graph, during training
+        if not any(legs):  # delayed buckets: their collectives are started outside of the graph, during training
             return packed(variables, tf.py_function(start_and_finish, inputs, dtypes_of(variables)))
-        # Each leg is a Python function, which returns the wires, and then one collective for each wire. Buckets whose
-        # routes have fewer legs keep what their last leg received.
         function: Callable[..., list[tf.Tensor]] = start
         received: list[list[tf.Tensor]] = [[] for _ in buckets]
-        for i in range(max(map(len, plans))):
-            active = [n for n, plan in enumerate(plans) if len(plan) > i]
-            dtypes = [kernels_of(each.tensor).dtype(each.tensor) for n in active for each in plans[n][i]]
-            sent = iter(tf.py_function(function, inputs, dtypes))
-            for n in active:
-                received[n] = []
-                for j, operation in enumerate(plans[n][i]):
-                    tensor = next(sent)
-                    tensor.set_shape([None])
-                    received[n].append(self.engine.run(operation, tensor, f"{buckets[n].label}.{i}.{j}"))
-            remaining = [n for n in active if len(plans[n]) > i + 1]
-            inputs = concatenated(received[n] for n in remaining)
-            function = self._advance_function([buckets[n] for n in remaining], [len(received[n]) for n in remaining])
+        for number in range(max(map(len, legs))):
+            active = [i for i, of_bucket in enumerate(legs) if len(of_bucket) > number]
+            if number > 0:
+                inputs = concatenated(received[i] for i in active)
+                function = self._advance_function([buckets[i] for i in active], [len(received[i]) for i in active])
+            dtypes = [kernels_of(each.tensor).dtype(each.tensor) for i in active for each in legs[i][number]]
+            wires = iter(tf.py_function(function, inputs, dtypes))
+            for i in active:
+                received[i] = self._add_collectives(legs[i][number], wires, f"{buckets[i].label}.{number}")
         finish = self._finish_function(buckets, list(map(len, received)))
         return packed(variables, tf.py_function(finish, concatenated(received), dtypes_of(variables)))
+
+    def _add_collectives(
+        self, operations: Sequence[Operation], wires: Iterator[tf.Tensor], label: str
+    ) -> list[tf.Tensor]:
+        """Add the collectives of one leg of a bucket, each of the next wire, and return the tensors they receive."""
+        received = []
+        for number, operation in enumerate(operations):
+            wire = next(wires)
+            wire.set_shape([None])
+            received.append(self.engine.run(operation, wire, f"{label}.{number}"))
+        return received
 
     # -- what the graph calls ----------------------------------------------------------------------------
 

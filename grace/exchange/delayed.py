@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from grace.core.at_exit import call_at_exit, cancel_at_exit
 from grace.core.backend import Backend
@@ -20,7 +19,7 @@ from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.header import Flag, Header
-from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all
+from grace.exchange.round_trip import AnyRoundTrip, BucketProgram, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -33,7 +32,7 @@ NEVER = "it has not come back. All ranks must make as many steps"
 
 Facts = Sequence[tuple[str, str]]
 """Names and values that are equal on all ranks; see :func:`grace.session.agreement.compare_facts`."""
-Check = Callable[[Sequence[RoundTrip], Backend, Facts], None]
+Check = Callable[[Sequence[AnyRoundTrip], Backend, Facts], None]
 """Function that raises an error if the ranks of completed round trips were not at one step. Its arguments are the round
 trips, their backend, and the hyperparameters of their step."""
 
@@ -227,11 +226,9 @@ class Pending:
         return found if factor == 1 else {name: in_units(value, factor) for name, value in found.items()}
 
 
-class DelayedRoundTrip:
-    """Round trip that encodes this step's payloads, and returns the mean of an earlier step.
-
-    It has those methods of :class:`~grace.exchange.round_trip.RoundTrip` that a step runner calls, and wraps one that
-    a thread runs:
+class DelayedRoundTrip(AnyRoundTrip):
+    """Round trip that encodes this step's payloads, and returns the mean of an earlier step. It wraps one that a thread
+    runs, which keeps the errors, and reads the headers:
 
     1. :meth:`start` encodes the gradients. State of memories and compressor is committed at once for finite
        gradients: the payload will be applied even if this step is discarded.
@@ -244,22 +241,15 @@ class DelayedRoundTrip:
         hyperparameters: the optimizer's hyperparameters that this step's stamp has a digest of.
     """
 
-    error: PayloadError | None = None
-    """None: the thread keeps the errors of its round trips, and :meth:`finish` raises them."""
-    defers_headers = headers_after_use = False
-    """False, whatever the session wants: the thread reads the headers of its round trips itself."""
-    header: Header
-    describe_wait: Callable[[], str]
     pending: Pending
     compares_sizes = False
     """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the thread
     fails, and runs no other."""
 
     def __init__(self, contribution: Contribution, thread: ExchangeThread, hyperparameters: Facts = ()):
-        self.bucket, self.gradients, self.present, self.finds_overflow, self.traffic = contribution
-        self.communicator: Any = self.bucket.communicator
+        super().__init__(contribution)
         self.kernels = kernels_of(values_of(self.gradients[0]))
-        self.names, self.thread = self.bucket.names, thread
+        self.thread = thread
         self.hyperparameters = hyperparameters
         self.applied: dict[str, Gradient] = {}
         """The means that :meth:`finish` returned, by name."""
@@ -272,7 +262,6 @@ class DelayedRoundTrip:
         inner = self._encode()
         # A header that stays empty: the thread fills in the inner round trip's while the step ends.
         self.header = Header(inner.program, self.present)
-        self.describe_wait = inner.describe_wait
         self.pending = Pending(inner.loss_scale, inner, self.thread, self.hyperparameters, self.bucket.idle)
         self.bucket.pending.append(self.pending)
         self.compares_sizes = not self.bucket.sizes_compared and inner.program.sizes_unknown

@@ -470,8 +470,15 @@ class DoubleBuffer:
             return False
         self.factors[:, 0], residuals, self.factors[:, 1] = zip(*recalled, strict=True)
         newest = self.buffers[self.newest]
+        # The usual step: all residuals are in the buffer that was written last.
         if all([residual is own for residual, own in zip(residuals, newest, strict=True)]):
-            self._swap_all()
+            source, target = self.newest, 1 - self.newest
+            self.source[:] = source
+            self.target[:] = target
+            self.rows[:, RESIDUAL] = self.addresses[source]
+            self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
+            self.next_residuals = self.buffers[target]
+            self.newest = target
         elif not self._find_each(residuals):
             return False
         if self.finisher is not None:
@@ -479,17 +486,6 @@ class DoubleBuffer:
             self.rows[:, SUBTRAHENDS] = self.subtrahend_addresses[self.source, variables]
             self.rows[:, NEXT_SUBTRAHENDS] = self.subtrahend_addresses[self.target, variables]
         return True
-
-    def _swap_all(self) -> None:
-        """Read all residuals from the buffer that was written last, and write the next ones to the other, as in the
-        usual step."""
-        source, target = self.newest, 1 - self.newest
-        self.source[:] = source
-        self.target[:] = target
-        self.rows[:, RESIDUAL] = self.addresses[source]
-        self.rows[:, NEXT_RESIDUAL] = self.addresses[target]
-        self.next_residuals = self.buffers[target]
-        self.newest = target
 
     def _find_each(self, residuals: Sequence[Tensor | None]) -> bool:
         """Find each residual in a buffer or in other memory, as after a resume, a roll-back or a switch of plans;

@@ -179,9 +179,87 @@ class BucketProgram:
         return found
 
 
-class RoundTrip:
-    """Round trip of one bucket. Call ``start``, then ``advance`` until that returns False, then ``finish``. All ranks
-    call ``advance`` equally often, so that their collectives pair.
+class AnyRoundTrip:
+    """Round trip of one bucket, of any kind. Call ``start``, then ``advance`` until that returns False, then
+    ``finish``, or ``discard`` to drop its outcomes. All ranks call ``advance`` equally often, so that their
+    collectives pair.
+
+    A :class:`RoundTrip` runs a bucket's route. Two kinds wrap one: :class:`~grace.exchange.delayed.DelayedRoundTrip`,
+    which returns the mean of an earlier step, and :class:`~grace.session.hierarchy.HierarchicalRoundTrip`, before
+    which nodes reduce.
+
+    Args:
+        contribution: this rank's gradients.
+
+    Attributes:
+        header: the header of this rank, and the facts read from those of all ranks.
+        error: the error because of which this trip has no outcomes; raised by ``finish``. The kinds that wrap a trip
+            have none.
+        defers_headers, headers_after_use: flags, which the caller sets before ``finish``; see the module. The kinds
+            that wrap a trip read headers at once all the same.
+    """
+
+    header: Header
+    error: Exception | None = None
+    defers_headers = False
+    headers_after_use = False
+
+    def __init__(self, contribution: Contribution):
+        bucket, gradients, self.present, self.finds_overflow, self.traffic = contribution
+        self.bucket = bucket
+        self.gradients: Sequence[Gradient] = gradients
+        """This rank's gradients, until they are encoded."""
+        self.names = bucket.names
+        self.communicator = bucket.communicator
+
+    def start(self) -> None:
+        """Encode the gradients, and start the collective of the first leg."""
+        raise NotImplementedError
+
+    def advance(self) -> bool:
+        """Start the collective of the next leg; return False if there is none."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Block until the collective under way is done, if this rank takes part in one."""
+
+    def works(self) -> Sequence[Any]:
+        """Return the engine's work objects of the last leg, for a framework that awaits them; wait for the leg here if
+        there are none."""
+        self.wait()
+        return ()
+
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
+        """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.
+        The caller has started all legs (:func:`advance_all`).
+
+        Args:
+            outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
+            wait: False if the last leg is known to be done.
+
+        Raises:
+            PayloadError: a payload cannot be decoded; the message names the rank, the variable and the method.
+        """
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Wait for the last leg, and drop the outcomes."""
+        raise NotImplementedError
+
+    def describe_wait(self) -> str:
+        """Return the description of this exchange that error messages use for a blocked rank."""
+        return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
+
+    def failure(self, error: Exception) -> ExchangeError:
+        """Return the error of an engine that failed; it names ranks that are known to have ended, or to be
+        elsewhere."""
+        operation = f"the exchange of {self.bucket.describe()}"
+        step = f" at step {self.communicator.context.step}"
+        return self.communicator.backend.engine_error(operation, step, error)
+
+
+class RoundTrip(AnyRoundTrip):
+    """Round trip that runs the route of a bucket.
 
     1. :class:`BucketProgram` has the bucket's codec and route; there is no special first step.
     2. ``start`` calls ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire.
@@ -198,15 +276,9 @@ class RoundTrip:
     Ranks that are at different steps still run this step's collectives, and give up together at its end: the session
     checks ``header.out_of_step`` when all of its round trips are done.
 
-    Args:
-        contribution: this rank's gradients.
-
     Attributes:
-        header: the header of this rank, and the facts read from those of all ranks.
         handle: the collective under way.
-        error: the error because of which this trip has no outcomes; raised by ``finish``.
         stopped: True if there was nothing to send by a leg, which all ranks know.
-        defers_headers, headers_after_use: flags, which the caller sets before ``finish``; see the module.
     """
 
     handle: Handle
@@ -214,10 +286,7 @@ class RoundTrip:
     route: Route
     mean_encoder: MeanEncoder | None
     """Encoder of the means that the last leg carries; None if it carries what ranks encoded themselves."""
-    error: Exception | None = None
     stopped = False
-    defers_headers = False
-    headers_after_use = False
     outcomes: Sequence[Outcome] = ()
     layouts: Sequence[Layout] = ()
     """Layouts of the wires received last."""
@@ -235,22 +304,18 @@ class RoundTrip:
     """The root's means, while their sizes are exchanged."""
 
     def __init__(self, contribution: Contribution):
-        bucket, gradients, self.present, self.finds_overflow, self.traffic = contribution
-        self.gradients: Sequence[Gradient] = gradients
-        """This rank's gradients, until they are encoded."""
-        like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
+        super().__init__(contribution)
+        bucket, first = self.bucket, self.gradients[0]
+        like = first.values if bucket.variables[0].sparse else first
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
         program: BucketProgram = bucket.program
-        self.bucket = bucket
         self.program = program
         self.codec = program.codec
         self.send_receive = program.send_receive
         self.kernels = program.kernels
         self.on_device = program.on_device
         self.traits = program.traits
-        self.names = bucket.names
-        self.communicator = program.communicator
         self.context = program.context
         self.loss_scale: float = self.context.loss_scale
         self.backend = program.communicator.backend
@@ -587,23 +652,16 @@ class RoundTrip:
             self._traced.end()
             self._traced = None
 
-    @property
-    def only_waits(self) -> bool:
-        """True if the collective can only be awaited by ``wait``, because the engine has no work objects for it."""
-        return not self.handle.works or self.send_receive is not None
+    def works(self) -> Sequence[Any]:
+        if self.handle.works and self.send_receive is None:
+            return self.handle.works
+        # A communicator of the user's own, or a single process.
+        return super().works()
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
-        """Decode and aggregate, and return the outcomes; each value is written into its ``out`` unless that is None.
-        The caller has started all legs (:func:`advance_all`).
-
-        Args:
-            outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
-            wait: False if the last leg is known to be done.
-
-        Raises:
-            PayloadError: a payload cannot be decoded; the message names the rank, the variable and the method.
-        """
-        if wait and not self.stopped:
+        if not wait:
+            self.mark_done()
+        elif not self.stopped:
             self.wait()
         began = time.perf_counter()
         if self.error is not None:
@@ -662,13 +720,14 @@ class RoundTrip:
     def _read_headers(self, wires: list[Tensor]) -> None:
         """Read the headers received in a round, or last, or defer that.
 
-        1. Compare the step stamps, with which ranks that are out of step end here.
-        2. Read the statuses, and look for overflows in the payloads where these show them.
+        1. Compare the step stamps. Ranks that are out of step read no more.
+        2. Read the statuses if they say more than payloads do; look for overflows in payloads that show them.
         3. If headers are read only after the means were applied, make means that overflowed NaN on the device.
 
         Overflows are read in each round of a method: a later one may be finite again, since an infinite column may
         become a finite one."""
-        header, several_rounds = self.header, self.traits.rounds > 1
+        header, k = self.header, self.kernels
+        several_rounds = self.traits.rounds > 1
         if self.mean_encoder is None or self.communicator.rooted:  # owners compared stamps before they averaged
             header.compare_stamps(self.layouts, wires)
         finite = self.codec.receive(wires[0]) if several_rounds else None
@@ -678,33 +737,18 @@ class RoundTrip:
         if self.mean_encoder is not None:
             header.read(statuses, self._evaluate_means)
         else:
-            self._read_statuses(statuses, finite, wires)
+            to_read = statuses if header.statuses_matter else []
+            flags = [] if finite is None else [finite]
+            if finite is None and self.finds_overflow and self.program.payloads_show_overflow:
+                flags = [k.all_finite(body) for body in self._bodies(wires)]
+            if to_read or flags:
+                expected = [*[self.program.expected_status] * len(to_read), *[None] * len(flags)]
+                header.read([*to_read, *flags], partial(self._evaluate, len(to_read), wires, self.layouts), expected)
         if not (self.headers_after_use and self.on_device and self.hides_overflow):
             return
         if finite is None and several_rounds:
-            finite = [math.prod(map(self.kernels.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
+            finite = [math.prod(map(k.all_finite, payload)) for payload in self.layouts[0].unpack(wires[0])]
         header.add_poison(statuses, () if finite is None else finite)
-
-    def _read_statuses(self, statuses: list[Tensor], finite: Tensor | None, wires: list[Tensor]) -> None:
-        """Read the statuses of ranks if they say more than payloads do, and whether payloads are finite if they show
-        overflows; or defer both.
-
-        Args:
-            statuses: the statuses in each wire.
-            finite: the codec's flags of the received sum; None if it has not looked.
-            wires: the received wires.
-        """
-        header = self.header
-        if not header.statuses_matter:
-            statuses = []
-        flags: list[Tensor] = []
-        if finite is not None:
-            flags = [finite]
-        elif self.finds_overflow and self.program.payloads_show_overflow:
-            flags = [self.kernels.all_finite(body) for body in self._bodies(wires)]
-        if statuses or flags:
-            expected = [*[self.program.expected_status] * len(statuses), *[None] * len(flags)]
-            header.read([*statuses, *flags], partial(self._evaluate, len(statuses), wires, self.layouts), expected)
 
     def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that show overflows: a whole sum, which is checked variable by variable only if it is not
@@ -735,13 +779,15 @@ class RoundTrip:
             for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
             now = [not all(bool(self.kernels.all_finite(tensor)) for tensor in tensors) for tensors in for_each]
             header.overflowed = [a or b for a, b in zip(header.overflowed, now, strict=True)]
-        self._mark_outcomes()
+        if self.outcomes:  # on a device headers are read when finish() has made them; else it marks them itself
+            self._mark_outcomes()
 
     def _evaluate_means(self, ranks: list[list[float]]) -> None:
         """Evaluate the statuses that the owners, or the root, sent with their means."""
         assert self.mean_encoder is not None
         self.mean_encoder.evaluate(ranks, self.route[-1].root or 0)
-        self._mark_outcomes()
+        if self.outcomes:
+            self._mark_outcomes()
 
     @property
     def hides_overflow(self) -> bool:
@@ -779,23 +825,13 @@ class RoundTrip:
 
     # -- errors ----------------------------------------------------------------------------------------
 
-    def describe_wait(self) -> str:
-        """Return the description of this exchange that error messages use for a blocked rank."""
-        return f"the exchange of {self.bucket.describe()} at step {self.context.step}"
-
     @property
     def errors(self) -> PayloadErrors:
         """The builder of errors of payloads, for this step."""
         return PayloadErrors(self.program)
 
-    def failure(self, error: Exception) -> ExchangeError:
-        """Return the error of an engine that failed; it names ranks that are known to have ended, or to be
-        elsewhere."""
-        operation = f"the exchange of {self.bucket.describe()}"
-        return self.backend.engine_error(operation, f" at step {self.context.step}", error)
 
-
-def advance_all(trips: Sequence[Any]) -> None:
+def advance_all(trips: Sequence[AnyRoundTrip]) -> None:
     """Start the remaining legs of round trips: the second leg of each, then the third of each, and so on."""
     # The list makes any() call advance() of every trip, so that ranks start the same collectives in one order.
     while any([trip.advance() for trip in trips]):

@@ -30,7 +30,7 @@ from grace.core.variable import Variable
 from grace.errors import PayloadError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header
-from grace.exchange.round_trip import RoundTrip, advance_all
+from grace.exchange.round_trip import AnyRoundTrip, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -100,34 +100,26 @@ def advise_hierarchy(runner: Any) -> None:
         )
 
 
-class HierarchicalRoundTrip:
-    """Round trip of a bucket whose nodes reduce first.
-
-    It has those methods of :class:`~grace.exchange.round_trip.RoundTrip` that a step runner calls, around one or two
-    of them:
+class HierarchicalRoundTrip(AnyRoundTrip):
+    """Round trip of a bucket whose nodes reduce first. It wraps one or two:
 
     1. :meth:`start` starts the sum over the node, uncompressed, and waits for it.
     2. Then it starts the leaders' round trip, with the node's mean for a gradient. A rank that does not lead has none.
-    3. :meth:`finish` broadcasts the outcomes from the leader to its node.
+    3. :meth:`finish` broadcasts the outcomes, and errors, from the leader to its node. So the leader reads its headers
+       at once.
 
     Args:
         contribution: this rank's gradients.
         hierarchy: the nodes and their leaders.
     """
 
-    error: PayloadError | None = None
-    """None: errors are raised by :meth:`finish`, once the ranks of the node know of them."""
-    defers_headers = headers_after_use = False
-    """False, whatever the session wants: headers are read at once, because the leader sends their contents to its
-    node."""
     header: Header
     """The header of the node's round trip until a leader starts that of the leaders."""
     over_leaders: RoundTrip | None = None
     """The leaders' round trip; None on other ranks."""
 
     def __init__(self, contribution: Contribution, hierarchy: Hierarchy):
-        self.bucket, self.gradients, self.present, self.finds_overflow, self.traffic = contribution
-        self.communicator, self.names = self.bucket.communicator, self.bucket.names
+        super().__init__(contribution)
         self.hierarchy, self.node_groups = hierarchy, hierarchy.node_groups
         self.like = values_of(self.gradients[0])
         self.kernels = kernels_of(self.like)
@@ -186,19 +178,18 @@ class HierarchicalRoundTrip:
 
     # -- over the leaders ------------------------------------------------------------------------------
 
-    def describe_wait(self) -> str:
-        """Return the description of this round trip that error messages use for a blocked rank."""
-        return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
-
     def advance(self) -> bool:
         """Start the next leg of the leaders' round trip; return False if no leg is left, or this rank leads no node."""
         return self.over_leaders is not None and self.over_leaders.advance()
 
+    def wait(self) -> None:
+        if self.over_leaders is not None:
+            self.over_leaders.wait()
+
     def discard(self) -> None:
         """Finish the round trip, and drop its outcomes. Other ranks of the node may not discard the step, and wait for
         the leader's outcomes."""
-        if self.over_leaders is not None:
-            self.over_leaders.wait()
+        self.wait()
         with contextlib.suppress(PayloadError):
             self.finish([None] * len(self.names), wait=False)
 
@@ -206,8 +197,7 @@ class HierarchicalRoundTrip:
         """Finish the leaders' round trip, and return its outcomes on all ranks of the node.
 
         Args:
-            outs: see :meth:`grace.exchange.round_trip.RoundTrip.finish`.
-            wait: False if the leaders' collective is known to be done.
+            outs, wait: see :meth:`grace.exchange.round_trip.AnyRoundTrip.finish`.
 
         Raises:
             PayloadError: this rank, or the leader of its node, could not decode a payload.

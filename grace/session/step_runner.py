@@ -21,7 +21,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
 from grace.exchange.header import resolve_headers
-from grace.exchange.round_trip import BucketProgram, RoundTrip, advance_all
+from grace.exchange.round_trip import AnyRoundTrip, BucketProgram, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -31,8 +31,6 @@ from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.outer_rounds import Held, OuterRounds
 from grace.session.sharding import Shard, hierarchical_shards, uncompressed
 from grace.session.versions import versions
-
-AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
 
 
 @dataclass

@@ -13,12 +13,12 @@ from grace.core.waits import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.header import Header, digest
-from grace.exchange.round_trip import BucketProgram
+from grace.exchange.round_trip import AnyRoundTrip, BucketProgram
 from grace.exchange.sparse_rows import SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.sharding import Shard
-from grace.session.step_runner import AnyRoundTrip, StepRunner
+from grace.session.step_runner import StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
 from grace.tensorflow.graph_tensors import concatenated, dtypes_of, flattened, packed, split_by_counts, zeros
 from grace.tensorflow.reductions import graph_engine

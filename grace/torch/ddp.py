@@ -18,14 +18,13 @@ from grace.core.variable import Variable
 from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.header import digest, resolve_headers
-from grace.exchange.round_trip import RoundTrip, advance_all
+from grace.exchange.round_trip import AnyRoundTrip, advance_all
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.agreement import gather_or_raise
 from grace.session.bucketing import cut_into_buckets
-from grace.session.hierarchy import HierarchicalRoundTrip, advise_hierarchy
+from grace.session.hierarchy import advise_hierarchy
 from grace.session.hyperparameters import hyperparameter_facts, momentum_owners
 from grace.session.metrics import metrics
 from grace.session.settings import check_integer
@@ -125,7 +124,7 @@ class BucketTrips(NamedTuple):
         wait_key: the key of its entry in ``waits``.
     """
 
-    trips: list[RoundTrip | HierarchicalRoundTrip]
+    trips: list[AnyRoundTrip]
     views: dict[str, torch.Tensor]
     buffer: torch.Tensor
     wait_key: tuple[int, int]
@@ -174,7 +173,7 @@ class DDPState:
         runner.callbacks.follows_scaler = partial(scaler_enabled, grad_scaler)
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
-        self.trips: list[RoundTrip | HierarchicalRoundTrip] = []
+        self.trips: list[AnyRoundTrip] = []
         """Round trips of this step; their headers hold the ranks' step stamps."""
         self.begun: list[tuple[torch.futures.Future, BucketTrips]] = []
         """Buckets of this step that :meth:`_finish_begun` finishes, if nodes reduce first."""
@@ -411,7 +410,7 @@ class DDPState:
 
     def _start_trips(
         self, gradients: Mapping[str, torch.Tensor], first: bool, missing: Collection[str] = ()
-    ) -> tuple[list[RoundTrip | HierarchicalRoundTrip], dict[str, torch.Tensor]]:
+    ) -> tuple[list[AnyRoundTrip], dict[str, torch.Tensor]]:
         """Start the round trips of gradients that the framework hands over together.
 
         Args:
@@ -428,17 +427,14 @@ class DDPState:
         views = {shard.variable.name: shard.slice_of(gradients[shard.whole.name]) for shard in shards}
         absent = {shard.variable.name for shard in shards if shard.whole.name in missing}
         finds_overflow = self._has_state()
-        trips: list[RoundTrip | HierarchicalRoundTrip] = []
+        trips: list[AnyRoundTrip] = []
         for bucket in self.buckets(tuple(gradients), first):
             sent = [gradient_to_send(views[name], name in absent) for name in bucket.names]
             present = [name not in absent for name in bucket.names]
             trip = self.runner.make_round_trip(Contribution(bucket, sent, present, finds_overflow, self.runner.traffic))
             trip.start()
-            assert not isinstance(trip, DelayedRoundTrip)  # hooks refuse methods that delay
-            if self.runner.hierarchy is None:
-                assert isinstance(trip, RoundTrip)
-                # Reading headers would wait for the device: they are read when the step is closed.
-                trip.defers_headers = trip.headers_after_use = True
+            # Reading headers would wait for the device: they are read when the step is closed.
+            trip.defers_headers = trip.headers_after_use = True
             trips.append(trip)
         return trips, views
 
@@ -475,16 +471,10 @@ class DDPState:
             if grad_bucket.is_last():
                 self._finish_begun()
             return future
-        works: list[dist.Work] = []
         for trip in trips:
             while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
-        for trip in trips:
-            assert isinstance(trip, RoundTrip)
-            if trip.only_waits:  # a communicator of the user's own, or a single process: there is no future to wait for
-                trip.wait()
-            else:
-                works += trip.handle.works
+        works: list[dist.Work] = [work for trip in trips for work in trip.works()]
         complete = partial(self._complete_bucket, exchange)
         if not works:
             done = _future(exchange.buffer)
@@ -518,9 +508,7 @@ class DDPState:
         try:
             done.value()  # raises if a collective failed: then nothing that arrived may be decoded
         except Exception as error:
-            trip = exchange.trips[0]
-            assert isinstance(trip, RoundTrip)
-            raise trip.failure(error) from error
+            raise exchange.trips[0].failure(error) from error
         finally:  # failure() reads from `waits` where each rank is, this one too
             waits.pop(exchange.wait_key, None)
         return self._write_bucket(exchange)
@@ -543,7 +531,7 @@ class DDPState:
         return exchange.buffer
 
     @torch.no_grad()
-    def _write(self, trip: RoundTrip | HierarchicalRoundTrip, views: dict[str, torch.Tensor]) -> None:
+    def _write(self, trip: AnyRoundTrip, views: dict[str, torch.Tensor]) -> None:
         """Finish a round trip, and write its means into the views of the bucket."""
         exact = trip.communicator.compressor.traits.exact
         outs = []
@@ -552,11 +540,7 @@ class DDPState:
             # aggregates are float32, or exact in the gradient's dtype; all others are copied below
             outs.append(view if view.is_contiguous() and (exact or view.dtype == torch.float32) else None)
         # Without a hierarchy this runs in a callback of the last collective's future: there is nothing to wait for.
-        by_future = self.runner.hierarchy is None
-        if by_future:
-            assert isinstance(trip, RoundTrip)
-            trip.mark_done()
-        outcomes = trip.finish(outs, wait=not by_future)
+        outcomes = trip.finish(outs, wait=self.runner.hierarchy is not None)
         if self.runner.has_carried_over:
             # The framework may ignore a mean for a gradient that no rank has, so these wait for a later step.
             self.runner.add_carried_over([outcome for outcome in outcomes if outcome.value is not None])

@@ -22,10 +22,10 @@ from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.fused_codec import FusedCodec
+from grace.exchange.round_trip import AnyRoundTrip
 from grace.session.bucket_limits import Limits
 from grace.session.exchange_plan import UniformPlan
 from grace.session.setup import build_step_runner
-from grace.session.step_runner import AnyRoundTrip
 
 STEPS = 2
 """Steps after which a memory has all that it keeps: memory is measured over so many from a fresh start."""

@@ -1,5 +1,5 @@
 """Round trips that run while training continues, with bounded staleness or without a bound: what a step sees of one,
-the thread that runs them, and the ones that are pending."""
+the thread that runs them, and the futures of pending ones."""
 
 import dataclasses
 import os
@@ -60,8 +60,8 @@ class ExchangeThread:
         self.engine = engine
         self.computing = computing
         self.check = check
-        self.todo: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
-        self.under_way: deque[Pending] = deque()
+        self.todo: queue.SimpleQueue[RoundTripFuture | None] = queue.SimpleQueue()
+        self.under_way: deque[RoundTripFuture] = deque()
         self.failure: Exception | None = None
         self.failure_raised = False
         """True once the training thread has raised the failure."""
@@ -83,7 +83,7 @@ class ExchangeThread:
             self.under_way[0].done.wait(0.05)
             self._remove_done()
         self.todo.put(None)
-        return all(pending.done.is_set() for pending in self.under_way)
+        return all(future.done.is_set() for future in self.under_way)
 
     def arrive(self) -> None:
         """End the thread before the ranks part.
@@ -118,33 +118,33 @@ class ExchangeThread:
             sys.stdout.flush()
             os._exit(1)
 
-    def send(self, pending: "Pending") -> None:
+    def send(self, future: "RoundTripFuture") -> None:
         """Enqueue the next round trip for the thread."""
         self._remove_done()
-        self.under_way.append(pending)
-        self.todo.put(pending)
+        self.under_way.append(future)
+        self.todo.put(future)
 
     def _remove_done(self) -> None:
         while self.under_way and self.under_way[0].done.is_set():
             self.under_way.popleft()
 
     def _run(self) -> None:
-        while (pending := self.todo.get()) is not None:
+        while (future := self.todo.get()) is not None:
             try:
                 if self.failure is None:
                     with self.computing():
-                        pending.run(self.check)
+                        future.run(self.check)
             except Exception as error:  # the training thread raises it
                 self.failure = error
-            pending.done.set()
+            future.done.set()
         if self.failure is None:  # else the error is still to be raised, at the latest when the program ends
             self.engine.cancel_at_shutdown(self.arrive)
             cancel_at_exit(self.exit)
 
 
 @dataclasses.dataclass(eq=False)
-class Pending:
-    """Round trip of an :class:`ExchangeThread`, from its encoding until its mean is applied.
+class RoundTripFuture:
+    """Future of a round trip of an :class:`ExchangeThread`, from its encoding until its mean is applied.
 
     Attributes:
         loss_scale: the loss scale of its gradients, and so of its means.
@@ -170,11 +170,11 @@ class Pending:
     dropped: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def loaded(cls, outcomes: list[Outcome], loss_scale: float) -> "Pending":
+    def loaded(cls, outcomes: list[Outcome], loss_scale: float) -> "RoundTripFuture":
         """Return a finished round trip with the outcomes that a checkpoint holds."""
-        pending = cls(loss_scale, outcomes=outcomes)
-        pending.done.set()
-        return pending
+        future = cls(loss_scale, outcomes=outcomes)
+        future.done.set()
+        return future
 
     def run(self, check: Check) -> None:
         """Run all collectives, and commit the state of the memory of means, which no later step may roll back."""
@@ -193,7 +193,7 @@ class Pending:
         for state in states:
             state.commit()
 
-    def collect(self) -> list[Outcome]:
+    def result(self) -> list[Outcome]:
         """Wait for the outcomes, and return them.
 
         Raises:
@@ -218,9 +218,9 @@ class Pending:
         self.idle.append(self.round_trip.bucket)
         self.round_trip = None
 
-    def values(self, loss_scale: float) -> dict[str, Gradient]:
+    def means(self, loss_scale: float) -> dict[str, Gradient]:
         """Return the means that are applied, by the shards' names, in the units of a loss scale."""
-        means = {outcome.variable.name: outcome.value for outcome in self.collect()}
+        means = {outcome.variable.name: outcome.value for outcome in self.result()}
         found = {name: value for name, value in means.items() if value is not None and name not in self.dropped}
         factor = loss_scale / self.loss_scale
         return found if factor == 1 else {name: in_units(value, factor) for name, value in found.items()}
@@ -241,7 +241,7 @@ class DelayedRoundTrip(AnyRoundTrip):
         hyperparameters: the optimizer's hyperparameters that this step's stamp has a digest of.
     """
 
-    pending: Pending
+    future: RoundTripFuture
     compares_sizes = False
     """True if this round trip compares the sizes of payloads. It does so for all later ones: if sizes differ the thread
     fails, and runs no other."""
@@ -262,8 +262,8 @@ class DelayedRoundTrip(AnyRoundTrip):
         inner = self._encode()
         # A header that stays empty: the thread fills in the inner round trip's while the step ends.
         self.header = Header(inner.program, self.present)
-        self.pending = Pending(inner.loss_scale, inner, self.thread, self.hyperparameters, self.bucket.idle)
-        self.bucket.pending.append(self.pending)
+        self.future = RoundTripFuture(inner.loss_scale, inner, self.thread, self.hyperparameters, self.bucket.idle)
+        self.bucket.pending.append(self.future)
         self.compares_sizes = not self.bucket.sizes_compared and inner.program.sizes_unknown
         if self.compares_sizes:
             self.bucket.sizes_compared = True
@@ -344,24 +344,24 @@ class DelayedRoundTrip(AnyRoundTrip):
 
     def enqueue(self) -> None:
         """Enqueue the payloads for the thread at the end of the step, in the same order on all ranks."""
-        self.thread.send(self.pending)
+        self.thread.send(self.future)
 
     def cancel(self) -> None:
         """Drop the payloads, which were not enqueued."""
-        self.bucket.pending.remove(self.pending)
-        self.pending.release()
+        self.bucket.pending.remove(self.future)
+        self.future.release()
         if self.compares_sizes:
             self.bucket.sizes_compared = False
 
     def discard(self) -> None:
         """Drop the mean, because the step is discarded. The payloads are still sent, as other ranks await them, and the
         thread compares the step stamps."""
-        self.pending.dropped.update(self.names)
+        self.future.dropped.update(self.names)
 
     def roll_back(self, names: Collection[str]) -> dict[str, Gradient]:
         """Drop this step's means of these variables, whose gradients were discarded after :meth:`finish`, and return
         the earlier means that it returned for them."""
-        self.pending.dropped.update(name for name in self.names if name in names)
+        self.future.dropped.update(name for name in self.names if name in names)
         return {name: mean for name, mean in self.applied.items() if name in names}
 
     # -- receiving -------------------------------------------------------------------------------------
@@ -375,14 +375,14 @@ class DelayedRoundTrip(AnyRoundTrip):
             PayloadError: a payload that a rank sent cannot be decoded.
             StepError: the ranks were not at one step.
         """
-        collected = [self._collect(pending) for pending in self._pop_due()]
+        collected = [self._collect(future) for future in self._pop_due()]
         if not collected:
             return [Outcome(variable, None, False, pending=True) for variable in self.bucket.variables]
         outcomes = [self._sum(of_variable) for of_variable in zip(*collected, strict=True)]
         self.applied = {outcome.variable.name: outcome.value for outcome in outcomes if outcome.value is not None}
         return outcomes
 
-    def _pop_due(self) -> list[Pending]:
+    def _pop_due(self) -> list[RoundTripFuture]:
         """Remove from the bucket, and return, the round trips whose means this step applies."""
         pending, due = self.bucket.pending, []
         most = self.communicator.staleness if self.communicator.sync else self.communicator.ahead
@@ -393,13 +393,13 @@ class DelayedRoundTrip(AnyRoundTrip):
             due.append(pending.popleft())
         return due
 
-    def _collect(self, pending: Pending) -> list[Outcome]:
+    def _collect(self, future: RoundTripFuture) -> list[Outcome]:
         """Wait for the outcomes of a round trip, count its traffic, and return the outcomes, without dropped means."""
         began = time.perf_counter()
-        outcomes = pending.collect()
+        outcomes = future.result()
         self.traffic.wait_seconds += time.perf_counter() - began
-        self.traffic.include(pending.traffic)
-        values = pending.values(self.communicator.context.loss_scale)
+        self.traffic.include(future.traffic)
+        values = future.means(self.communicator.context.loss_scale)
         return [dataclasses.replace(outcome, value=values.get(outcome.variable.name)) for outcome in outcomes]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:

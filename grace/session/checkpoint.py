@@ -63,7 +63,7 @@ def _assemble_state(runner: StepRunner) -> SavedState:
     _warn_unsaved(runner)
     context = runner.context
     # Delayed round trips must end before the state is read: they may still change a destination's memory.
-    pending = runner.pending()
+    pending = runner.pending_means()
     _check_saveable(runner)
     plan = runner.callbacks.planned()
     return {
@@ -223,7 +223,7 @@ class Loaded:
         id: the id of the save.
         loss_scale: the loss scale in whose units the values are.
         values: state by kind and shard.
-        pending: means that are still to be applied, oldest step first.
+        pending_means: means that are still to be applied, oldest step first.
         dropped: descriptions of state that does not fit, for a warning.
     """
 
@@ -231,7 +231,7 @@ class Loaded:
     id: str | None = None
     loss_scale: float = 1.0
     values: ValuesByKind = field(default_factory=dict)
-    pending: list[Values] = field(default_factory=list)
+    pending_means: list[Values] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
 
@@ -401,7 +401,7 @@ def prepare(
             )
     resharding = Resharding(saved, partitions_of(runner), runner, strict)
     loaded.values = resharding.values()
-    loaded.pending = resharding.pending()
+    loaded.pending_means = resharding.pending_means()
     loaded.dropped += resharding.dropped
     try:
         _check_leader(runner, saved, loaded.values)
@@ -462,7 +462,7 @@ def name_what_is_kept(runner: StepRunner, loaded: Loaded, memory: str) -> None:
 
 def _shared_values(runner: StepRunner, loaded: Loaded) -> tuple[ValuesByKind, list[tuple[str, str]]]:
     """Return all values that are to be loaded, by kind; and kinds and names of those that are the same on all ranks."""
-    steps = {f"pending {i}": step for i, step in enumerate(loaded.pending)}
+    steps = {f"pending {i}": step for i, step in enumerate(loaded.pending_means)}
     values_by_kind: ValuesByKind = {**loaded.values, **steps}
     shared_by_all = [
         (kind, name)
@@ -493,7 +493,8 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         runner.run_id = f"{zlib.crc32(f'{runner.run_id} {loaded.id}'.encode()):08x}"  # later saves need other ids
         runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
     # After the loss scale is set, in whose units the means are.
-    runner.restore_pending([{name: mean_from_saved(value) for name, value in step.items()} for step in loaded.pending])
+    steps = [{name: mean_from_saved(value) for name, value in step.items()} for step in loaded.pending_means]
+    runner.restore_pending_means(steps)
     runner.on_resume()
 
 

@@ -29,7 +29,7 @@ from grace.core.registry import make
 from grace.core.user_parts import check_shape
 from grace.errors import ConfigError, ExchangeError, PayloadError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.delayed import Pending
+from grace.exchange.delayed import RoundTripFuture
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -39,8 +39,8 @@ from grace.session.sharding import Shard
 from grace.session.state_schema import checksum
 
 
-class Held(Component):
-    """Owner of tensors by shard, or by buffer of the model, beside the state of compressors and memories."""
+class TensorStore(Component):
+    """Store of tensors by shard, or by buffer of the model, beside the state of compressors and memories."""
 
     kind = "outer"
     stateful = True
@@ -105,7 +105,7 @@ class Fragment:
     buckets: list[Bucket]
     applied_at: int = 0
     sent_at: int = 0
-    under_way: list[Pending] = field(default_factory=list)
+    under_way: list[RoundTripFuture] = field(default_factory=list)
     coming: dict[str, Tensor] | None = None
     sent_bytes: int = 0
 
@@ -159,11 +159,11 @@ class OuterRounds:
         self.optimizers = list({id(f.optimizer): f.optimizer for f in self.fragments}.values())
         self.delayed = any(fragment.outer.delay for fragment in self.fragments)
         """True if rounds travel while training goes on."""
-        self.anchors = Held(shared=True)
-        self._local = Held(shared=False)
-        self._coming = Held(shared=True)
-        self.shared_buffers = Held(shared=True)
-        self._local_buffers = Held(shared=False)
+        self.anchors = TensorStore(shared=True)
+        self._local = TensorStore(shared=False)
+        self._coming = TensorStore(shared=True)
+        self.shared_buffers = TensorStore(shared=True)
+        self._local_buffers = TensorStore(shared=False)
         self.at = 0
         self.has_anchors = False
         """True if there are anchors."""
@@ -487,7 +487,7 @@ class OuterRounds:
         anchor, own = (k.reshape(one, _at_least_1d(x)) for one in (self._anchor(shard, x), k.cast(x, _wide(shard))))
         return k.reshape(k.cast(anchor - own, shard.variable.dtype), tuple(x.shape))
 
-    def _enqueue(self, contribution: Contribution) -> Pending:
+    def _enqueue(self, contribution: Contribution) -> RoundTripFuture:
         """Encode drifts, and let the exchange's thread send them. They are decoded at the step at which they were
         encoded."""
         thread = self.runner.exchange_thread()
@@ -498,9 +498,9 @@ class OuterRounds:
         # Traffic of its own, which _collect() adds: two threads must not count in one.
         trip = RoundTrip(contribution._replace(bucket=own, traffic=Traffic()))
         trip.start(sends=False)
-        pending = Pending(1.0, trip, thread)
-        thread.send(pending)
-        return pending
+        future = RoundTripFuture(1.0, trip, thread)
+        thread.send(future)
+        return future
 
     def _collect(self, fragment: Fragment) -> None:
         """Wait for the means of the round under way, if there is one.
@@ -512,12 +512,12 @@ class OuterRounds:
             return
         outcomes: list[Outcome] = []
         fragment.sent_bytes = 0
-        pending, fragment.under_way = fragment.under_way, []
+        futures, fragment.under_way = fragment.under_way, []
         try:
-            for one in pending:
-                outcomes += one.collect()
-                self.runner.traffic.include(one.traffic)
-                fragment.sent_bytes += one.traffic.sent_bytes
+            for future in futures:
+                outcomes += future.result()
+                self.runner.traffic.include(future.traffic)
+                fragment.sent_bytes += future.traffic.sent_bytes
         except BaseException:
             self._roll_back(fragment)
             raise

@@ -132,7 +132,7 @@ class Resharding:
                 found.update(self._convert_or_drop(self._convert, kind, name))
         return found
 
-    def pending(self) -> list[Values]:
+    def pending_means(self) -> list[Values]:
         """Return the means that are still to be applied, cut into this run's parts, oldest step first.
 
         Raises:

@@ -19,7 +19,7 @@ from grace.core.variable import Variable
 from grace.core.weak_calls import WeakCall
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, Pending
+from grace.exchange.delayed import DelayedRoundTrip, ExchangeThread, Facts, RoundTripFuture
 from grace.exchange.header import resolve_headers
 from grace.exchange.round_trip import AnyRoundTrip, BucketProgram, RoundTrip, advance_all
 from grace.exchange.sparse_rows import Gradient, add, in_units, values_of
@@ -28,7 +28,7 @@ from grace.kernels import kernels_of
 from grace.session.agreement import DRIFTED, ESTIMATED, compare_facts, first_difference
 from grace.session.bucketing import make_buckets
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
-from grace.session.outer_rounds import Held, OuterRounds
+from grace.session.outer_rounds import OuterRounds, TensorStore
 from grace.session.sharding import Shard, hierarchical_shards, uncompressed
 from grace.session.versions import versions
 
@@ -143,9 +143,9 @@ class StepRunner:
         self.stateful = self.stateful_communicators
         """True if the next step changes state that an overflow rolls back."""
         self._step_components: list[Component] | None = None
-        self._carried_over_holder = Held(shared=False)
-        """Holder of the state :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
-        self.carried_over = self._carried_over_holder.state
+        self._carried_over_store = TensorStore(shared=False)
+        """Store of :attr:`carried_over`, which steps commit or roll back as the state of other parts."""
+        self.carried_over = self._carried_over_store.state
         """Delayed means that a checkpoint or the former plan had not applied yet, by shard. The next successful step
         adds them to its own means."""
         self.has_carried_over = False
@@ -420,18 +420,18 @@ class StepRunner:
             if mean is not None:
                 outcome.value = mean if outcome.value is None else add(outcome.value, mean)
 
-    def pending(self) -> list[dict[str, Gradient]]:
+    def pending_means(self) -> list[dict[str, Gradient]]:
         """Wait for the means that are still to be applied, and return them by shard, oldest step first."""
         steps: list[dict[str, Gradient]] = []
         for bucket in self._delayed():
             # Buckets may have unequal numbers of pending means: align them at the newest step.
             steps = [*({} for _ in range(len(bucket.pending) - len(steps))), *steps]
-            for step, pending in zip(steps[len(steps) - len(bucket.pending) :], bucket.pending, strict=True):
-                step.update(pending.values(self.context.loss_scale))
+            for step, future in zip(steps[len(steps) - len(bucket.pending) :], bucket.pending, strict=True):
+                step.update(future.means(self.context.loss_scale))
         return [dict(self.carried_over), *steps] if self.carried_over else steps
 
-    def restore_pending(self, steps: Sequence[dict[str, Gradient]]) -> None:
-        """Apply means, which :meth:`pending` returned, in the next steps."""
+    def restore_pending_means(self, steps: Sequence[dict[str, Gradient]]) -> None:
+        """Apply means, which :meth:`pending_means` returned, in the next steps."""
         delayed: set[str] = set()
         for bucket in self._delayed():
             delayed |= set(bucket.names)
@@ -441,7 +441,7 @@ class StepRunner:
                 outcomes = [
                     Outcome(v, mean, _overflowed(mean)) for v, mean in zip(bucket.variables, means, strict=True)
                 ]
-                bucket.pending.append(Pending.loaded(outcomes, self.context.loss_scale))
+                bucket.pending.append(RoundTripFuture.loaded(outcomes, self.context.loss_scale))
         # Variables that this run does not delay get the sum of their means in the next step.
         self.carried_over.clear()
         self.carried_over.commit()
@@ -578,7 +578,7 @@ class StepRunner:
         if self._step_components is not None:
             return self._step_components
         own = [c for c in self.communicators if not (c.delayed or self.outer_rounds.exchanges_drifts_by(c))]
-        parts = [self._carried_over_holder, *(part for c in own for part in c.stateful_parts.values())]
+        parts = [self._carried_over_store, *(part for c in own for part in c.stateful_parts.values())]
         # a user's part may create others in any step: do not cache those
         if all(is_ours(type(part)) for part in parts):
             self._step_components = parts

@@ -143,7 +143,7 @@ def test_an_optimizer_of_some_ranks_leaves_the_others_alone():
             optimizer.synchronize()
             if strategy is None:
                 check(model, 0, number, [0, 2])
-            optimizer._grace.runner.pending()
+            optimizer._grace.runner.pending_means()
             optimizer._grace.runner.close()
             gc.collect()
 

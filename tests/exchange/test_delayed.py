@@ -15,7 +15,7 @@ from grace.compressors.topk import TopK
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.bucket import Bucket
-from grace.exchange.delayed import Pending
+from grace.exchange.delayed import RoundTripFuture
 from tests.support import strategies
 from tests.support.limits import HANGS, until
 from tests.support.own_parts import Shrinking, Whole
@@ -113,7 +113,7 @@ def test_a_rank_runs_as_far_ahead_as_it_may_and_no_further(staleness, late, tmp_
             leads.append(max(steps_of(tmp_path, r) for r in others) - step)
         one_step(model, optimizer, step)
         Path(tmp_path, f"{grace.rank()}-{step}").touch()
-    optimizer._grace.runner.pending()  # so that nobody is still at it when the next test begins
+    optimizer._grace.runner.pending_means()  # so that nobody is still at it when the next test begins
     assert leads == ([min(staleness, steps - step) for step in range(steps)] if grace.rank() == late else [])
 
 
@@ -125,7 +125,7 @@ METHODS = ("topk(ratio=0.3)", "qsgd(levels=7)", "signsgd", "threshold(value=0.05
 def test_ranks_that_run_ahead_end_with_the_same_bits(method):
     model, optimizer, _ = trained(range(6), compressor=method, staleness=2)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     return digest(strategies.weights(model))
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_is_resumed_with_means_on_their_way_equals_one_that_never_sto
     """Eight steps at once, and five, a new model and optimizer with what was saved, and three."""
     how = {"compressor": method, "destination": 1, "staleness": 2}
     whole, optimizer, _ = trained(range(8), **how)
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     part, optimizer, _ = trained(range(5), **how)
     saved = copied(optimizer.full_state_dict() if everyone else optimizer.state_dict())
     again = Quadratic()
@@ -144,7 +144,7 @@ def test_a_run_that_is_resumed_with_means_on_their_way_equals_one_that_never_sto
     optimizer = made(ReduceBroadcast(**how), again)
     optimizer.load_state_dict(saved)
     trained(range(5, 8), again, optimizer)
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     assert digest(strategies.weights(whole)) == digest(strategies.weights(again))
 
 
@@ -174,7 +174,7 @@ def test_means_on_their_way_are_applied_under_another_staleness(staleness, cut):
     optimizer = made(None, after, strategy=_strategy(after, staleness, cut))
     optimizer.load_state_dict(saved)
     trained(range(4, 6), after, optimizer)
-    pending = [dict(step) for step in optimizer._grace.runner.pending()]
+    pending = [dict(step) for step in optimizer._grace.runner.pending_means()]
     assert len(pending) == staleness
     left = sum(
         (torch.cat([step["w/part_0"], step["w/part_1"]]) if cut else step["w"] for step in pending), torch.zeros(3, 4)
@@ -195,7 +195,7 @@ def test_within_the_bound_nobody_waits_and_nothing_is_lost(tmp_path):
     saved = copied(optimizer.state_dict())  # waits for what is on its way
     optimizer.close()
     optimizer = made(ReduceBroadcast("none"), model, broadcast=False)
-    optimizer._grace.runner.restore_pending(saved["grace"]["pending"])
+    optimizer._grace.runner.restore_pending_means(saved["grace"]["pending"])
     one_step(model, optimizer, 6)
     torch.testing.assert_close(model.w.detach(), -LR * 7 * (grace.size() + 1) / 2 * TARGETS)
 
@@ -214,7 +214,7 @@ def test_without_sync_no_more_steps_are_under_way_than_may_be(tmp_path):
         most = max(most, len(bucket.pending))
     assert grace.rank() == 0 or most == ahead
     weights = model.w.detach().clone()
-    for step in optimizer._grace.runner.pending():
+    for step in optimizer._grace.runner.pending_means():
         weights -= LR * step["w"]
     torch.testing.assert_close(weights, -LR * 25 * 1.5 * TARGETS)
 
@@ -241,7 +241,7 @@ def test_an_overflow_shows_when_its_step_is_applied_and_enters_no_memory():
             for name, p in model.named_parameters():
                 p.data.copy_(before[name])  # what a scaler does: the step is skipped
     assert finite == [True, True, True, False, True]
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     state = optimizer._grace.runner.state()
     assert all(bool(torch.isfinite(value).all()) for values in state.values() for value in values.values())
 
@@ -258,7 +258,7 @@ def test_what_memories_hold_is_sent_once_also_where_gradients_are_missing():
         elif step >= 4:  # zeros: what is left comes out
             (model.w * 0).sum().backward()
         optimizer.step()
-    left = optimizer._grace.runner.pending()
+    left = optimizer._grace.runner.pending_means()
     state, nothing = optimizer._grace.runner.state(), torch.zeros(3, 4)
     owed = sum((step["w"] for step in left if "w" in step), nothing)
     kept = state["memory"].get("w", nothing) / 2 + state["answer_memory"].get("w", nothing)
@@ -275,7 +275,7 @@ def test_gradients_that_are_dropped_are_not_applied_later():
     optimizer.zero_grad()  # the exchange is under way
     for step in range(3):
         one_step(model, optimizer, step)
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     torch.testing.assert_close(model.w.detach(), -LR * 2 * TARGETS)
 
 
@@ -306,7 +306,7 @@ def applied(gradients, bad, staleness, cleared, scaler=None) -> list[float]:
         else:
             scaler.step(optimizer)
             scaler.update()
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     return [-model.w[0].item(), -model.b[0].item()]
 
 
@@ -351,7 +351,7 @@ def test_means_that_come_when_the_loss_scale_has_changed_follow_it():
         optimizer._grace.runner.rescale(4.0 if step < 2 else 8.0)
         one_step(model, optimizer, step)
     torch.testing.assert_close(model.w.grad, 8 * TARGETS)
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
 
 
 @pytest.mark.parametrize(
@@ -431,19 +431,19 @@ def test_a_step_that_a_scaler_skips_for_an_earlier_overflow_is_over(resumed):
 @on_ranks()
 def test_means_are_encoded_at_the_learning_rate_of_their_step():
     """The destination's memory of means keeps it, whose thread runs when the rate is another."""
-    model, changed, run = Quadratic(), threading.Event(), Pending.run
+    model, changed, run = Quadratic(), threading.Event(), RoundTripFuture.run
 
-    def run_later(pending, check):
+    def run_later(future, check):
         assert changed.wait(HANGS)
-        run(pending, check)
+        run(future, check)
 
     optimizer = made(ReduceBroadcast("topk(ratio=0.3)", "efsignsgd", staleness=1), model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pending, "run", run_later)
+        patch.setattr(RoundTripFuture, "run", run_later)
         one_step(model, optimizer, 0)
         optimizer.param_groups[0]["lr"] = LR / 4
         changed.set()
-        optimizer._grace.runner.pending()
+        optimizer._grace.runner.pending_means()
     kept = optimizer._grace.runner.state().get("answer_memory", {})
     assert [of["lr"] for of in kept.values()] == ([LR, LR] if grace.rank() == 0 else [])
 
@@ -461,11 +461,11 @@ def test_steps_share_as_many_programs_as_are_under_way_and_compare_unknown_sizes
     counts = [backend.started]
     for step in range(8):
         one_step(model, optimizer, step)
-        pending = bucket.pending[-1]
-        programs.add(pending.round_trip.program)
-        pending.done.wait(HANGS)
+        future = bucket.pending[-1]
+        programs.add(future.round_trip.program)
+        future.done.wait(HANGS)
         counts.append(backend.started)
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     assert [after - before for before, after in pairwise(counts)] == [first, *[2] * 7]
     assert len(programs) == staleness + 1
 
@@ -496,7 +496,7 @@ def test_an_error_about_hyperparameters_names_those_of_the_step_that_differed(st
         for step in range(3 + staleness):
             optimizer.param_groups[0]["lr"] = 2 * LR if step == 1 and grace.rank() == 1 else LR
             one_step(model, optimizer, step)
-        optimizer._grace.runner.pending()
+        optimizer._grace.runner.pending_means()
 
     group = "optimizer SGD, param group 0, lr"
     assert f"rank 0 has {group} 0.1, rank 1 has {group} 0.2" in refusal(steps, kind=StepError)
@@ -515,5 +515,5 @@ def test_a_users_communicator_may_delay_means():
     _, optimizer, history = trained(range(4), model, made(OneLater("none"), model))
     for got, expected in zip(history, delayed(2, 1, 4), strict=True):
         strategies.assert_close(got, expected)
-    optimizer._grace.runner.pending()
+    optimizer._grace.runner.pending_means()
     return digest(history)

@@ -168,14 +168,14 @@ def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
             traffic = runner.traffic = Traffic()
             gradients = [gradient(variable, hierarchical) for variable in bucket.variables]
             trip = runner.start_round_trip(bucket, gradients, [True] * len(gradients))
-            own = trip.pending.round_trip.traffic if isinstance(trip, DelayedRoundTrip) else traffic
+            own = trip.future.round_trip.traffic if isinstance(trip, DelayedRoundTrip) else traffic
             step.append((payload_bytes(own), traffic))
             if hierarchical:
                 runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         if not hierarchical:
             runner.finish_step(lambda bucket: [None] * len(bucket.variables))
         for bucket in runner.buckets:  # without sync a step brings what has come
-            assert all(pending.done.wait(HANGS) for pending in bucket.pending)
+            assert all(future.done.wait(HANGS) for future in bucket.pending)
     counts = []
     for bucket, (first, _), (own, traffic) in zip(runner.buckets, *steps, strict=True):
         sent = first if bucket.communicator.delayed else own  # of the step whose means came

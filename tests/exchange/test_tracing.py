@@ -44,7 +44,7 @@ def plainly(**choices):
     model = net()
     optimizer = distributed(model, **choices)
     train(model, optimizer, range(STEPS))
-    optimizer._grace.runner.pending()  # waits for exchanges beside training
+    optimizer._grace.runner.pending_means()  # waits for exchanges beside training
     return model, optimizer.traffic
 
 

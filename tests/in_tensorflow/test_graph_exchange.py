@@ -93,7 +93,7 @@ def test_what_a_checkpoint_owes_is_applied_once_and_not_by_a_step_that_overflows
 
     ones = [tf.ones(3)]
     exchange(ones)
-    session.runner.restore_pending([{"a": np.float32([1, 2, 3]), "b": np.float32([4, 5])}])
+    session.runner.restore_pending_means([{"a": np.float32([1, 2, 3]), "b": np.float32([4, 5])}])
     overflow = [tf.constant([1.0, np.inf if grace.rank() else 1.0, 1.0])]
     assert not np.isfinite(exchange(overflow)[0][0]).all()
     first, second = ([(np.asarray(value).tolist(), bool(found)) for value, found in exchange(ones)] for _ in range(2))

@@ -65,7 +65,7 @@ class Run:
         """Return the bits of everything that loading changes."""
         runner = self.optimizer._grace.runner
         counters = runner.context.step, runner.context.loss_scale, runner.run_id, self.optimizer.param_groups
-        pending = [dict(step) for step in runner.pending()]
+        pending = [dict(step) for step in runner.pending_means()]
         states = [part.state.committed for part in self.parts]
         return raw([states, pending, list(self.optimizer.state.values())]), counters
 

@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_save_its_part_tells_the_others():
     model, optimizer = made()
     train_given(model, optimizer, range(1))
     if grace.rank() == 1:
-        optimizer._grace.runner.pending = lambda: 1 / 0
+        optimizer._grace.runner.pending_means = lambda: 1 / 0
         assert refusal(optimizer.full_state_dict, kind=ZeroDivisionError) == "division by zero"
     else:
         said = refusal(optimizer.full_state_dict, kind=grace.RankError)

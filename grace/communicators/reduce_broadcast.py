@@ -96,8 +96,8 @@ class ReduceBroadcast(Communicator):
                 f"{'sync=False' if not sync else f'staleness={staleness}'} it comes later. Leave that out, or choose "
                 "another method"
             )
-        self.answers: Compressor = copy.deepcopy(self.compressor.answering())
-        if self.answers.stateful and not self.sums:
+        self.answer_compressor: Compressor = copy.deepcopy(self.compressor.answering())
+        if self.answer_compressor.stateful and not self.sums:
             raise ConfigError(
                 f"reduce_broadcast: {self.compressor.spec} keeps something of every variable, and the destination's "
                 "answers would change it. Define answering(), which returns a method for them that keeps nothing"
@@ -137,7 +137,7 @@ class ReduceBroadcast(Communicator):
     @property
     def mean_compression(self) -> MeanCompression | None:
         """The method and the memory of answers; None if payloads are summed."""
-        return None if self.sums else MeanCompression(self.answers, self.answer_memory, "answer")
+        return None if self.sums else MeanCompression(self.answer_compressor, self.answer_memory, "answer")
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:
         """Return the legs to the destination and back: to all ranks at once, or through one rank of each node."""

@@ -33,7 +33,7 @@ class ScatterMerge(Communicator):
 
     name = "scatter_merge"
     cost = "~2p"
-    cuts, codec_class = True, MergeCodec
+    piecewise, codec_class = True, MergeCodec
 
     # Not "none", the default of other communicators: only sparsifiers have entries to merge.
     def __init__(

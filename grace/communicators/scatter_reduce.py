@@ -24,7 +24,7 @@ class ScatterReduce(Communicator):
 
     name = "scatter_reduce"
     cost = "~2p"
-    cuts = True
+    piecewise = True
 
     def __init__(
         self, compressor: CompressorArg = "none", memory: MemoryArg | None = None, world_size: int | None = None

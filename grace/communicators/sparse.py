@@ -34,6 +34,8 @@ def row_communicator(communicator: Communicator, name: str) -> Allgather | Reduc
         return Allgather(rows, memory)
     found = ReduceBroadcast(rows, memory, **communicator.options())
     if isinstance(found.answer_memory, RowMemory):
-        assert isinstance(found.answers, RowCompressor)
-        found.answer_memory.compressor = found.answers  # each is a copy, and the memory's has no rows of answers
+        assert isinstance(found.answer_compressor, RowCompressor)
+        found.answer_memory.compressor = (
+            found.answer_compressor
+        )  # each is a copy, and the memory's has no rows of answers
     return found

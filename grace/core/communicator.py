@@ -70,7 +70,7 @@ class Communicator(Component):
     if it is unknown."""
     rooted: ClassVar[bool] = False
     """True if one rank averages for all ranks, and sends the means back."""
-    cuts: ClassVar[bool] = False
+    piecewise: ClassVar[bool] = False
     """True if each rank owns a piece of every variable, and averages it."""
     begin: "ClassVar[Callable[[Any, Any], Any] | None]" = None
     """Method that returns the round trip of a bucket, not started, of its contribution; None for a
@@ -440,8 +440,8 @@ def _transfer_methods(cls: type[Communicator]) -> tuple[str, ...]:
             lacking = [name for name in methods if getattr(cls, name) is getattr(Communicator, name, None)]
             if lacking:
                 raise ConfigError(f"{cls.__name__} defines one of {' and '.join(methods)}, and lacks {lacking[0]}()")
-            # The last two groups move single payloads, which a base that cuts or sums buckets cannot follow.
-            if methods in TRANSFER_METHODS[3:] and (cls.sums or cls.cuts or cls.rooted or cls.begin is not None):
+            # The last two groups move single payloads, which a piecewise base, or one that sums buckets, cannot follow.
+            if methods in TRANSFER_METHODS[3:] and (cls.sums or cls.piecewise or cls.rooted or cls.begin is not None):
                 raise ConfigError(
                     f"{cls.__name__} defines {methods[0]}(), and its base moves whole buckets: derive it from "
                     "grace.Communicator"

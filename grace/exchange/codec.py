@@ -63,11 +63,11 @@ class PerVariableCodec:
         self.on_device = on_device
         self.names = bucket.names
         self.context: Context = communicator.context
-        self.owners, self.owner = (self.context.size, self.context.rank) if communicator.cuts else (1, 0)
+        self.owners, self.owner = (self.context.size, self.context.rank) if communicator.piecewise else (1, 0)
         self.compressor: Compressor = communicator.compressor
         self.memory: Memory = communicator.memory
         self.mean_compression = communicator.mean_compression
-        self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.cuts else None
+        self.pieces = PiecewiseCompressor(self.compressor, self.owners) if communicator.piecewise else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
         self.divisor = self.context.size / self.context.predivide if self.sums else self.context.size
@@ -76,7 +76,7 @@ class PerVariableCodec:
         self.varies = self.traits.varies and not (on_device and self.compressor.bounded)
         self.exact = self.traits.exact and not self.memory.stateful and self.pieces is None
         self.stamps = stamp_numbers(bucket)
-        self.cuts = [equal_bounds(variable.numel, self.owners) for variable in bucket.variables]
+        self.bounds = [equal_bounds(variable.numel, self.owners) for variable in bucket.variables]
         # The state of a method of several rounds keeps views of received wires, so its wires are new at each step.
         self.keeps_buffer = not (self.varies or self.traits.rounds > 1 or self.pieces or communicator.delayed)
         self.checks_decoding = (
@@ -104,10 +104,10 @@ class PerVariableCodec:
         found: list[list[Layout] | None] = [None] * self.traits.rounds
         if self.user_defined and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
             return found
-        variables = list(zip(self.bucket.variables, self.cuts, strict=True))
+        variables = list(zip(self.bucket.variables, self.bounds, strict=True))
         specs = functools.cache(self.compressor.specs)  # many variables have the same shape
         by_owner = [
-            [specs(*self._arguments_of_specs(variable, *cuts[j])) for variable, cuts in variables]
+            [specs(*self._arguments_of_specs(variable, *bounds[j])) for variable, bounds in variables]
             for j in range(self.owners)
         ]
         for number in range(self.traits.rounds):
@@ -331,7 +331,7 @@ class PerVariableCodec:
         ctx = self.encoded[i][1]
         shape = self.bucket.variables[i].shape
         if self.pieces is not None:
-            a, b = self.cuts[i][self.owner]
+            a, b = self.bounds[i][self.owner]
             shape, ctx = (b - a,), ctx[1][self.owner]
         out = self.kernels.zeros(shape, "float32", payloads[0][0])
         return self.aggregated(payloads, ctx, out, self.context.size, name)
@@ -449,9 +449,9 @@ class PiecewiseCompressor(Compressor):
     def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Ctx]:
         """Return a payload for each owner, and the ctx that decodes them."""
         flat = kernels_of(tensor).flat(tensor)
-        cuts = equal_bounds(flat.shape[0], self.owners)
-        coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
-        return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded], tuple(tensor.shape))
+        bounds = equal_bounds(flat.shape[0], self.owners)
+        coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(bounds)]
+        return [payload for payload, _ in coded], (bounds, [ctx for _, ctx in coded], tuple(tensor.shape))
 
     def decompress(self, payload: Payload, ctx: Ctx) -> Tensor:
         k = kernels_of(payload[0][0])

@@ -66,9 +66,9 @@ class FusedCodec(PerVariableCodec):
         self.buffer_address: list[int] | None = None
         """Address of the buffer, in a list; None before the first step, and if the framework gives none."""
         # 2. The codecs of kernels.
-        self.offsets = np.array([[4 * a for a, _ in each] for each in zip(*self.cuts, strict=True)], np.uint64)
+        self.offsets = np.array([[4 * a for a, _ in each] for each in zip(*self.bounds, strict=True)], np.uint64)
         """Offset of each owner's piece in each variable, in bytes."""
-        sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
+        sizes = [[b - a for a, b in each] for each in zip(*self.bounds, strict=True)]
         self.kernel_codec, self.kernel_codec_of_means = self._make_kernel_codecs(kind, options, sizes)
         self.streams = Streams(self._stream_names(), self.context, self.kernel_codec.draws)
         # 3. Residuals.
@@ -314,12 +314,12 @@ class FusedCodec(PerVariableCodec):
         the payloads themselves are empty, because they were written by kernels."""
         ctx_of = self.compressor.ctx_of
         found: list[tuple[Payload, Ctx]] = []
-        for variable, cuts, tensor in zip(self.bucket.variables, self.cuts, like, strict=True):
+        for variable, bounds, tensor in zip(self.bucket.variables, self.bounds, like, strict=True):
             if self.pieces is None:
                 found.append(([], ctx_of(variable.name, variable.shape, tensor)))
             else:
-                ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(cuts)]
-                found.append(([], (cuts, ctxs, variable.shape)))
+                ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(bounds)]
+                found.append(([], (bounds, ctxs, variable.shape)))
         return found
 
 

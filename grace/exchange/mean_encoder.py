@@ -102,7 +102,7 @@ class MeanEncoder:
         """Read from all ranks' statuses which variables are missing, overflowed or withheld; defer that on a device."""
         header = self.header
         if self.on_device:
-            if self.communicator.cuts:
+            if self.communicator.piecewise:
                 header.read(flags, self._read_missing)
             return
         header.evaluate([self.kernels.to_list(flag) for flag in flags])
@@ -127,24 +127,24 @@ class MeanEncoder:
             return [], [True] * count
         if self.on_device:
             return self._statuses_on_device(finite, flags), [True] * count
-        cuts = self.communicator.cuts
+        piecewise = self.communicator.piecewise
         # Each owner has a piece of every variable, and so knows itself which are missing.
-        here = [cuts or not missing for missing in self.header.missing]
+        here = [piecewise or not missing for missing in self.header.missing]
         each = zip(self.header.overflowed, finite, strict=True)
         well = [bool(logical_and(not overflowed, ok)) for overflowed, ok in each]
         statuses = [status(present, ok, False) for present, ok in zip(here, well, strict=True)]
-        return statuses, [cuts or (present and ok) for present, ok in zip(here, well, strict=True)]
+        return statuses, [piecewise or (present and ok) for present, ok in zip(here, well, strict=True)]
 
     def _statuses_on_device(self, finite: Sequence[Flag], flags: Sequence[Tensor]) -> list[Status]:
         """Return the statuses of means, computed on the device from those of all ranks; a root reads them later."""
-        k, cuts, count = self.kernels, self.communicator.cuts, len(self.names)
+        k, piecewise, count = self.kernels, self.communicator.piecewise, len(self.names)
         numbers = [k.cast(flag, "float32") for flag in flags]
-        here: list[Flag] = [True] * count if cuts else list(k.cast(sum(numbers) > 0, "float32"))
+        here: list[Flag] = [True] * count if piecewise else list(k.cast(sum(numbers) > 0, "float32"))
         overflows = sum(number * (number - PRESENT) for number in numbers)  # 0 for statuses of 0 and 1 alone
         none_overflowed: list[Flag] = list(k.cast(overflows == 0, "float32"))
         well = [logical_and(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
         statuses = [present * status(True, ok, False) for present, ok in zip(here, well, strict=True)]
-        if cuts:
+        if piecewise:
             return statuses
         if self.communicator.user_defined:  # turn an overflow into a refusal if a rank sent no payload
             withheld = sum(k.cast(number > OVERFLOW, "float32") for number in numbers)

@@ -93,7 +93,7 @@ class BucketProgram:
         self.detects_overflow = (
             not self.traits.carries_nonfinite
             or communicator.delayed
-            or communicator.cuts
+            or communicator.piecewise
             or self.send_receive is not None
         )
         self.sizes_unknown = self.traits.fixed_size is None and self.send_receive is None
@@ -517,7 +517,7 @@ class RoundTrip(AnyRoundTrip):
         except PayloadError as error:
             raise self.errors.undecoded(error, self.bucket.ends) from error
 
-    def _cut(self, whole: Tensor) -> list[Tensor]:
+    def _split_concatenated(self, whole: Tensor) -> list[Tensor]:
         """Return each rank's wire from a concatenation, where the sizes of its payload tensors precede it."""
         count = len(self.codec.layouts[0].shapes)
         start, wires, layouts = 0, [], []
@@ -703,14 +703,14 @@ class RoundTrip(AnyRoundTrip):
             self.layouts = [self.mean_encoder.layout]
         else:
             self.layouts = self.codec.means_layouts()
-            self.layouts = self.layouts if self.communicator.cuts else self.layouts[:1]
+            self.layouts = self.layouts if self.communicator.piecewise else self.layouts[:1]
         return [wire[: layout.length] for layout, wire in zip(self.layouts, self.handle.result(), strict=True)]
 
     def _wires_of_ranks(self) -> list[Tensor]:
         """Return the wires of all ranks, cut to their lengths; set ``layouts``."""
         wires = self.handle.result()
         if self.route[self._position].collective is CONCATENATE:
-            return self._cut(wires[0])
+            return self._split_concatenated(wires[0])
         if not self.layouts:
             self.layouts = [self.codec.layouts[self.codec.owner]] * len(wires)
         return [wire[: layout.length] for layout, wire in zip(self.layouts, wires, strict=True)]
@@ -813,7 +813,7 @@ class RoundTrip(AnyRoundTrip):
         """Await the last leg, and compare the received step stamps, the only result that counts in a discarded step:
         ranks that do not discard it raise StepError by these stamps, so this rank must, too."""
         self.wait()
-        if self.error is not None or self.stopped or self.communicator.cuts:
+        if self.error is not None or self.stopped or self.communicator.piecewise:
             return
         with contextlib.suppress(PayloadError):  # impossible sizes
             wires = self._last_wires()

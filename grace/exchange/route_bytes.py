@@ -76,7 +76,7 @@ def predict_bytes(
             nbytes = wires.sizes
         elif leg.carries is Carries.MEANS:
             nbytes = wires.nbytes(wires.means)
-        elif leg.carries is Carries.GRADIENTS and wires.communicator.cuts:
+        elif leg.carries is Carries.GRADIENTS and wires.communicator.piecewise:
             nbytes *= engine.ranks
         elif leg.collective is CONCATENATE:
             nbytes += wires.sizes
@@ -132,7 +132,7 @@ class _Wires:
         """Return the codec that lays out the bucket's wires. If variables are cut it is that of the first owner, whose
         pieces are the longest."""
         communicator, variables, ranks = bucket.communicator, bucket.variables, engine.ranks
-        if communicator.cuts and communicator.codec_class is None:
+        if communicator.piecewise and communicator.codec_class is None:
             variables = [dataclasses.replace(v, shape=(-(-v.numel // ranks),)) for v in variables]
             ranks = 1
         communicator = communicator.with_context(Context(size=ranks, step=AFTER_WARMUP))

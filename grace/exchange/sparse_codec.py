@@ -199,13 +199,13 @@ class SparseGradientCodec(PerVariableCodec):
         super().__init__(bucket, kernels, on_device)
         assert isinstance(self.compressor, RowCompressor)  # see grace.communicators.sparse
         self.rows = self.compressor
-        self.answers: RowCompressor | None = None
+        self.answer_rows: RowCompressor | None = None
         shapes = {variable.name: variable.shape for variable in bucket.variables}
         self.rows.shapes.update(shapes)
         if self.mean_compression is not None:
             assert isinstance(self.mean_compression.compressor, RowCompressor)
-            self.answers = self.mean_compression.compressor
-            self.answers.shapes.update(shapes)
+            self.answer_rows = self.mean_compression.compressor
+            self.answer_rows.shapes.update(shapes)
 
     def encode(self, gradients: Sequence[Gradient], header: Header) -> Tensor:
         self.rows.rows = {}
@@ -225,12 +225,12 @@ class SparseGradientCodec(PerVariableCodec):
         if not rows.shape[0]:
             rows = k.full([NOTHING], "int32", rows)
             values = k.zeros((1, *values.shape[1:]), "float32", values)
-        assert self.answers is not None
-        self.answers.rows[name] = self.answers.rows[f"{name}/answer"] = rows
+        assert self.answer_rows is not None
+        self.answer_rows.rows[name] = self.answer_rows.rows[f"{name}/answer"] = rows
         return values
 
     def _joined(self, i: int, payloads: list[Payload], out: Tensor | None, count: float, name: str) -> SparseRows:
-        assert self.answers is not None
+        assert self.answer_rows is not None
         (payload,), variable = payloads, self.bucket.variables[i]
         rows, shape = payload[-1], variable.shape[1:]
         k = kernels_of(rows)
@@ -239,8 +239,8 @@ class SparseGradientCodec(PerVariableCodec):
         with payload_of(variable=name):
             k.check_indices(rows, variable.shape[0])
             zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
-            ctx = self.answers.context_of(rows.shape[0], shape, f"{name}/answer", rows)
-            return SparseRows(self.answers.accumulate(payload, ctx, zeros), rows)
+            ctx = self.answer_rows.context_of(rows.shape[0], shape, f"{name}/answer", rows)
+            return SparseRows(self.answer_rows.accumulate(payload, ctx, zeros), rows)
 
     def poisoned(self, value: Gradient) -> SparseRows:
         return SparseRows(super().poisoned(value.values), value.rows)

@@ -196,8 +196,8 @@ class _CodecTiming:
         The seconds of an element grow with the ranks where the root, or every rank, decodes whole payloads of all;
         pieces that owners decode get shorter instead.
         """
-        rooted, cuts = self.communicator.rooted, self.communicator.cuts
-        grows = (False, rooted, not (rooted or cuts or self.communicator.sums))
+        rooted, piecewise = self.communicator.rooted, self.communicator.piecewise
+        grows = (False, rooted, not (rooted or piecewise or self.communicator.sums))
         one = len(runs) > 1
         rows = [(float(one), float(one * len(tensors)), float(_elements(tensors))) for tensors, _ in runs]
         costs = []

@@ -184,7 +184,7 @@ def _default_codec(key: str) -> CodecCost:
     encode, decode = COPIES.get(first.category, SUMMED if first.summable else OTHERS)
     encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
     kind: Any = find("communicator", communicator) or Communicator
-    averages = kind.rooted or kind.cuts  # a rank encodes again what it has averaged for the others
+    averages = kind.rooted or kind.piecewise  # a rank encodes again what it has averaged for the others
     each = not (kind.sums or averages)  # a rank decodes what every rank has sent
     again = encode + decode if averages else ROUND
     return CodecCost(

@@ -190,7 +190,7 @@ def _residual(shards: Sequence[Shard], like: Tensor, size: int, of_gradients: bo
         if of_means is not None:
             communicator.rescale_mean_memory(context.loss_scale)
             own = _recalled(of_means.memory, name)
-            if own is not None and communicator.cuts:  # this rank's shard of the mean
+            if own is not None and communicator.piecewise:  # this rank's shard of the mean
                 own = join_shards([own if rank == context.rank else None for rank in range(context.size)], shape)
             if own is not None:  # one rank alone has it
                 total = k.combine(float(size), own, 1.0, total)

@@ -127,7 +127,7 @@ def refused(kind: str, compressor: type, far: bool, means: bool) -> tuple[str, b
             communicator = getattr(grace.torch, kind)(compressor(), "residual", **{"destination": 1} if means else {})
             communicator.step(gradient(grace.rank(), (5, 3)), "w")
             if changes:
-                encoder = communicator.answers if means else communicator.compressor
+                encoder = communicator.answer_compressor if means else communicator.compressor
                 encoder.more = int(grace.rank() == 1)
                 said = refusal(communicator.step, gradient(2 + grace.rank(), (5, 3)), "w", kind=grace.ExchangeError)
                 encoder.more = 0

@@ -141,7 +141,7 @@ def measure(settings: Namespace, model: str, backend: Backend, emit: Emit) -> No
     stepper = Stepper(in_optimizer("auto", strategy="auto"), work.model, work.loss)
     optimizer = stepper.exchange
     settled, uncompressed = _train_until_settled(stepper)
-    planner = optimizer._grace.auto.planner
+    planner = optimizer._grace.driver.planner
     plan = optimizer.plan  # which the turns end
     # Rank 0 plans and predicts, from its own measurements; the others get its strategies.
     rows, made, missing = list[PlanRow](), list[Strategy](), dict[str, str]()
@@ -170,7 +170,7 @@ def _train_until_settled(stepper: Stepper) -> tuple[int, int]:
     Raises:
         ExchangeError: nothing was planned; rank 0 has said why.
     """
-    auto, steps, plain = stepper.exchange._grace.auto, 0, 0
+    auto, steps, plain = stepper.exchange._grace.driver, 0, 0
     while not auto.settled:
         stepper()
         steps += 1

@@ -29,15 +29,15 @@ class PlannedRun(HostRun):
 
     def run(self, gradients: Sequence[Gradient], rate: tf.Tensor) -> list[Pair]:
         """Run the step at once, eagerly; a value is None where no rank had a gradient."""
-        auto = self.session.auto
-        assert auto is not None  # or the session runs a HostRun
-        if auto.steps_left:
+        driver = self.session.driver
+        assert driver is not None  # or the session runs a HostRun
+        if driver.steps_left:
             for name in self.index_of:
-                auto.ready(name)
-        auto.computed(lambda: self._copies(gradients))
+                driver.ready(name)
+        driver.computed(lambda: self._copies(gradients))
         pairs = super().run(gradients, rate)
-        auto.exchanged()
-        auto.stepped()
+        driver.exchanged()
+        driver.stepped()
         return pairs
 
     def _copies(self, gradients: Sequence[Gradient]) -> dict[str, Tensor]:

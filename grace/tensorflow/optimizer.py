@@ -349,8 +349,8 @@ class DistributedMixin(NoHorovodSubclass):
     def plan(self) -> "Plan | None":
         """Reasons of ``strategy="auto"`` for its choice; prints as a table. None as long as it measures, and where the
         user chose."""
-        auto = self._grace.auto
-        return None if auto is None else auto.explanation
+        driver = self._grace.driver
+        return None if driver is None else driver.explanation
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Continue with another strategy. Memories are kept; a residual that the new strategy has no memory for is

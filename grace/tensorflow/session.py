@@ -103,7 +103,7 @@ class Session:
         """Strategy and resources to switch to at the first exchange, after a state was loaded."""
         self.plan: ExchangePlan | None = None
         self.auto_request: AutoRequest | None = None
-        self.auto: Driver | None = None
+        self.driver: Driver | None = None
         self.delayed_ids: set[int] = set()
         """Ids of variables whose means are delayed: a step may bring no mean of them yet."""
         self.missing_everywhere: list[bool] = []
@@ -157,14 +157,14 @@ class Session:
         return value_of(self.variables[self.names.index(name)])
 
     def _load(self, saved: SavedState | None, memory: str) -> None:
-        former, auto = self.runner, self.auto
+        former, driver = self.runner, self.driver
         assert former is not None
-        if auto is None:
+        if driver is None:
             checkpoint.load(former, lambda: saved, memory, self.from_tensors)
             return
         checkpoint.compare(former.backend, saved, memory)
-        resumed = auto.resumed_from(saved)
-        memory = "keep" if auto.is_elsewhere(resumed) and memory == "strict" else memory
+        resumed = driver.resumed_from(saved)
+        memory = "keep" if driver.is_elsewhere(resumed) and memory == "strict" else memory
         if resumed is None:  # the memories that fit go into the run's own plan
             checkpoint.load(former, lambda: saved, memory, self.from_tensors)
             return
@@ -176,7 +176,7 @@ class Session:
             raise
         former.close()
         self.use_runner(runner, StrategyPlan(resumed.strategy))
-        auto.resume(resumed)
+        driver.resume(resumed)
 
     def _delayed(self, runner: StepRunner) -> list[int]:
         """Return the indices of variables that have a shard whose mean is delayed."""
@@ -206,7 +206,7 @@ class Session:
     def _starts_from_python(self, runner: StepRunner) -> bool:
         """Return True if Python starts one collective after the other; False if a graph holds the engine's
         operations."""
-        if not self.backend.pairs_by_name or self.auto is not None:
+        if not self.backend.pairs_by_name or self.driver is not None:
             return True
         # A graph has the same collectives at every step; these communicators have others in some steps.
         return any(c.moves_payloads or c.compress_after for c in runner.communicators)
@@ -247,8 +247,8 @@ class Session:
         self.switch(StrategyPlan(strategy, resources=resources))
         if returns_to_step(alone_before, self.runner):
             broadcast_variables(self.optimizer_slots(), 0, self.backend)
-        if self.auto is not None:
-            self.auto.stop()
+        if self.driver is not None:
+            self.driver.stop()
             self.auto_request = None
 
     def check_current(self, runner: StepRunner) -> None:

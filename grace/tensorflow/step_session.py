@@ -103,7 +103,7 @@ class StepSession(Session):
         self.use_runner(runner, self.plan)
         # For errors about ranks that differ.
         runner.callbacks.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
-        self.auto = driver_of(self) if self.auto_request else None
+        self.driver = driver_of(self) if self.auto_request else None
         if self.saved is None:  # another rank may have loaded a checkpoint: all refuse together
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
         else:
@@ -152,7 +152,7 @@ class StepSession(Session):
         number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
         if tf.executing_eagerly() and self._starts_from_python(runner):
-            run = HostRun if self.auto is None else PlannedRun
+            run = HostRun if self.driver is None else PlannedRun
             return self._to_means(run(self, runner, present).run(converted, rate))
         if not tf.executing_eagerly():
             return self._add_to_graph(converted, present, rate)
@@ -179,7 +179,7 @@ class StepSession(Session):
 
     def _add_to_graph(self, converted: list[Gradient], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.runner is not None
-        driven = HostRun if self.auto is None else PlannedRun
+        driven = HostRun if self.driver is None else PlannedRun
         run = driven if self._starts_from_python(self.runner) else GraphRun
         means = run(self, self.runner, present).add_to_graph(converted, rate)
         return [Mean(*self._to_own_dtype(i, value, found)) for i, (value, found) in enumerate(means)]

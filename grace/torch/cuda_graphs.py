@@ -93,7 +93,7 @@ def check_capturable(session: object) -> None:
     reason = ""
     if backend.size > 1 and not nccl:
         reason = f"{backend.describe()} is not NCCL, and a CUDA graph can have no other collectives"
-    elif session.passes > 1 or session.grad_scaler is not None or session.auto is not None:
+    elif session.passes > 1 or session.grad_scaler is not None or session.driver is not None:
         reason = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
     elif runner.hierarchical or runner.outer_rounds or any(v.sparse for v in runner.variables):
         reason = "hierarchical exchanges, outer rounds and sparse gradients decide on the host what a step does"

@@ -133,13 +133,13 @@ class HorovodSession(Session):
         name = self.name_of[p]
         if p.grad is not None and p.grad._base is not None:
             self.buffer_versions[id(p.grad._base)] = p.grad._version
-        auto = self.auto
-        if auto is not None and auto.steps_left:
-            auto.ready(name)
+        driver = self.driver
+        if driver is not None and driver.steps_left:
+            driver.ready(name)
         for bucket in self.buckets_of[name]:
             self.missing_parameters[bucket.index] -= 1
             if self.missing_parameters[bucket.index] == 0:
-                if auto is not None and auto.after_backward:
+                if driver is not None and driver.after_backward:
                     self.held.append(bucket)
                 else:
                     self.start_bucket(bucket)
@@ -246,15 +246,15 @@ class HorovodSession(Session):
 
     def finish_exchange(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
-        if self.auto is not None:
-            self.auto.computed(self.copies)
+        if self.driver is not None:
+            self.driver.computed(self.copies)
         with recorder.phase("synchronize", "part"):
             if not self.checked:
                 self.check_unchanged_optimizer()
             self.start_remaining()
             self.complete()
-        if self.auto is not None:
-            self.auto.exchanged()
+        if self.driver is not None:
+            self.driver.exchanged()
         self.optimizer._synchronized = True
 
     def synchronize_once(self) -> None:

@@ -127,12 +127,12 @@ class HookedSession(Session):
             if count == self.passes:
                 self.parameter_versions[name] = self.parameters[name]._version
                 missing = self.missing_parameters
-                auto = self.auto
-                if auto is not None and auto.steps_left:
-                    auto.ready(name)
+                driver = self.driver
+                if driver is not None and driver.steps_left:
+                    driver.ready(name)
                 for bucket in self.buckets_of[name]:
                     missing[bucket.index] -= 1
-                if self.waits_for_graph or (auto is not None and auto.after_backward):
+                if self.waits_for_graph or (driver is not None and driver.after_backward):
                     return
                 # All ranks start buckets in index order, so that their collectives pair.
                 for bucket in self.runner.buckets[len(self.runner.in_flight) :]:
@@ -171,8 +171,8 @@ class HookedSession(Session):
 
     def finish_exchange(self) -> None:
         """Start the remaining exchanges, await all of them, and write the means into ``p.grad``."""
-        if self.auto is not None:
-            self.auto.computed(self.copies)
+        if self.driver is not None:
+            self.driver.computed(self.copies)
         with recorder.phase("synchronize", "part"):
             left = self.runner.buckets[len(self.runner.in_flight) :]
             if left:  # otherwise wait_and_write_means() does this check first
@@ -187,8 +187,8 @@ class HookedSession(Session):
             finally:
                 if not self.runner.in_flight:  # the exchange is over, even if a mean could not be written (no memory)
                     self._reset()
-        if self.auto is not None:
-            self.auto.exchanged()
+        if self.driver is not None:
+            self.driver.exchanged()
         self.synchronized = True
 
     def abort(self) -> None:
@@ -493,8 +493,8 @@ def step_post_hook(optimizer: Any, args: tuple[object, ...], kwargs: dict[str, o
         session.run_rounds()
     if recorder.run is not None:
         recorder.run.end_step()
-    if session.auto is not None:
-        session.auto.stepped()
+    if session.driver is not None:
+        session.driver.stepped()
 
 
 def step_pre_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:

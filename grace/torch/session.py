@@ -164,7 +164,7 @@ class Session:
         # 6. All ranks start with equal parameters.
         if settings.broadcast and not backend.elastic:  # elastic training broadcasts when ranks have gathered
             broadcast_parameters({name: local_part(tensor.detach()) for name, tensor in start.items()}, 0, backend)
-        self.auto: Driver | None = None if self.auto_request is None else driver_of(self)
+        self.driver: Driver | None = None if self.auto_request is None else driver_of(self)
 
     def _agree_on_runner(
         self,

@@ -159,8 +159,8 @@ class StateMixin:
     def plan(self) -> "Plan | None":
         """Explanation of the choice that ``strategy="auto"`` made; prints as a table. None as long as it measures, and
         if the user chose."""
-        auto = self._grace.auto
-        return None if auto is None else auto.explanation
+        driver = self._grace.driver
+        return None if driver is None else driver.explanation
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Switch to another strategy. Memories go along; a residual for which the new strategy has no memory is
@@ -180,8 +180,8 @@ class StateMixin:
         self._grace.switch(StrategyPlan(strategy, self._grace.sparse_known, resources))
         if returns_to_step(alone, self._grace.runner):
             broadcast_optimizer_state(cast(torch.optim.Optimizer, self), 0, self._grace.runner.backend)
-        if self._grace.auto is not None:
-            self._grace.auto.stop()
+        if self._grace.driver is not None:
+            self._grace.driver.stop()
 
     @contextlib.contextmanager
     def anchor(self) -> Iterator[None]:
@@ -288,11 +288,11 @@ def load_state(
         except Exception as raised:
             error = raised
         # 2. All ranks resume a saved plan, or none does.
-        if session.auto is not None:
+        if session.driver is not None:
             try:
                 checkpoint.compare(former.backend, saved, memory, error)
-                resumed = session.auto.resumed_from(saved)
-                memory = "keep" if session.auto.is_elsewhere(resumed) and memory == "strict" else memory
+                resumed = session.driver.resumed_from(saved)
+                memory = "keep" if session.driver.is_elsewhere(resumed) and memory == "strict" else memory
                 if resumed is not None:
                     runner, plan = session.build_runner(resumed.strategy)
             except Exception as raised:  # known to all ranks of this group; other groups hear of it below
@@ -308,7 +308,7 @@ def load_state(
         except Exception as raised:
             error = raised
         # 4.
-        if not alone or session.auto is not None:
+        if not alone or session.driver is not None:
             alike = session.shard_group is not None  # its ranks are at one step
             checkpoint.compare_everywhere([former.backend, *other_groups], saved, memory, error, alike)
             checkpoint.drop_where_others_did(runner, cast(checkpoint.Loaded, loaded), memory)
@@ -328,7 +328,7 @@ def load_state(
     if resumed is not None:
         session.switch_runner(runner, plan)
         former.close()
-        session.auto.resume(resumed)
+        session.driver.resume(resumed)
 
 
 def _on_own_meshes(plain: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -36,13 +36,13 @@ def choosing(sleeps, graph):
     run, backend = traced(step, graph), grace.init()
     for number in range(STEPS):
         given = made_up(SHAPES, number, grace.rank())
-        auto = optimizer._grace.auto
+        auto = optimizer._grace.driver
         passing.sleep(sleeps[auto.current if auto else "none"])
         run([tf.constant(given[name]) for name in SHAPES])
         if number % 20 == 0:
             assert len(set(backend.allgather_object(digest(variables)))) == 1
     assert len(traces) == (1 if graph else STEPS)
-    return optimizer._grace.auto.plan, [np.asarray(v) for v in variables]
+    return optimizer._grace.driver.plan, [np.asarray(v) for v in variables]
 
 
 WHERE = [("mpirun-mpi", False), ("horovodrun-gloo", True)]
@@ -77,7 +77,7 @@ def fit_with_waits(model, epochs):
     """Epochs of four steps, each of which takes as long as its strategy says."""
 
     def wait(batch, logs):
-        auto = model.optimizer._grace.auto
+        auto = model.optimizer._grace.driver
         passing.sleep(SLEEPS[auto.current if auto else "none"])
 
     fit(model, epochs, [keras.callbacks.LambdaCallback(on_train_batch_begin=wait)])
@@ -99,7 +99,7 @@ def saved_and_went_on(folder):
         path = path_of(folder, way)
         grace.tensorflow.save_model(model, path) if way == WAYS[0] else model.save(path)
     fit_with_waits(model, range(CHOSEN, CHOSEN + 2))
-    return digest(model.variables), model.optimizer._grace.auto.plan
+    return digest(model.variables), model.optimizer._grace.driver.plan
 
 
 def went_on(folder, way, epochs=2):
@@ -110,9 +110,9 @@ def went_on(folder, way, epochs=2):
         warnings.simplefilter("always")
         model = grace.tensorflow.load_model(path_of(folder, way))
         fit_with_waits(model, range(CHOSEN, CHOSEN + 1))
-    began = model.optimizer._grace.auto.current
+    began = model.optimizer._grace.driver.current
     fit_with_waits(model, range(CHOSEN + 1, CHOSEN + epochs))
-    auto = model.optimizer._grace.auto
+    auto = model.optimizer._grace.driver
     said = " ".join(str(one.message) for one in caught)
     return digest(model.variables), auto.plan, began, auto.current, said
 

@@ -200,7 +200,7 @@ def averaged():
 def test_a_choice_by_hand_ends_planning_and_graphs_go_on(local):
     loop = Loop("auto", True)
     loop.steps(range(5))
-    graph, auto = loop.run, loop.optimizer._grace.auto
+    graph, auto = loop.run, loop.optimizer._grace.driver
     assert auto.after_backward
     loop.optimizer.use_strategy(TOPK)
     assert not auto.after_backward

@@ -51,7 +51,7 @@ def steps(model, optimizer, numbers, sleeps=SLEEPS):
     for step in numbers:
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
-        passing.sleep(sleeps[optimizer._grace.auto.current])
+        passing.sleep(sleeps[optimizer._grace.driver.current])
         optimizer.step()
 
 
@@ -68,9 +68,9 @@ def choosing(sleeps=SLEEPS, **options):
     seen = []
     for step in range(UNTIL_CHOSEN + 3):
         steps(model, optimizer, [step], sleeps)
-        seen.append(optimizer._grace.auto.current)
+        seen.append(optimizer._grace.driver.current)
         assert len(set(grace.init().allgather_object(digest(weights(model))))) == 1
-    plan = optimizer._grace.auto.plan
+    plan = optimizer._grace.driver.plan
     return plan and plan["chosen"], seen, weights(model)
 
 
@@ -98,11 +98,11 @@ def test_another_plan_is_made_where_steps_take_something_else():
     model, optimizer = made(replan=4)
     count = UNTIL_CHOSEN
     steps(model, optimizer, range(count))
-    auto = optimizer._grace.auto
+    auto = optimizer._grace.driver
     assert (auto.plan, auto.current) == ({"chosen": TOPK}, TOPK)
     more = 4 + UNTIL_CHOSEN - WARM + 1  # with a step that sends what the last trial kept
     steps(model, optimizer, range(count, count + more), NONE_FASTEST)
-    auto = optimizer._grace.auto
+    auto = optimizer._grace.driver
     assert (auto.plan, auto.current) == ({"chosen": "none"}, "none")
     for name, wanted in on_the_mean(count + more, 2).items():
         np.testing.assert_allclose(weights(model)[name], wanted, rtol=1e-4, atol=1e-3)
@@ -145,10 +145,10 @@ def resumed(stop, count, folder=None):
         dcp.load(saved := all_of(two, other), checkpoint_id=folder)
         set_optimizer_state_dict(two, other, saved["optimizer"], options=FLAT)
     two.load_state_dict(saved["model"])
-    started = other._grace.auto.current
+    started = other._grace.driver.current
     assert other.strategy is not None
     steps(two, other, range(stop, stop + count))
-    return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
+    return started, digest(weights(one)), digest(weights(two)), optimizer._grace.driver.plan, other._grace.driver.plan
 
 
 RESUMED = [("gloo", False), ("horovodrun-gloo", True)]
@@ -187,9 +187,9 @@ def loading(saved):
         try:
             optimizer.load_state_dict(saved)
         except grace.GraceError as error:
-            return f"{type(error).__name__}: {error}", optimizer._grace.auto.current
+            return f"{type(error).__name__}: {error}", optimizer._grace.driver.current
     steps(model, optimizer, range(2, UNTIL_CHOSEN + 3))
-    return " ".join(str(w.message) for w in caught), optimizer._grace.auto.current
+    return " ".join(str(w.message) for w in caught), optimizer._grace.driver.current
 
 
 def saved_run():
@@ -206,7 +206,7 @@ def going_on(saved):
         warnings.simplefilter("error")
         optimizer.load_state_dict(saved["optimizer"])
     steps(model, optimizer, range(UNTIL_CHOSEN + 1, 2 * UNTIL_CHOSEN + 3), NONE_FASTEST)
-    return optimizer._grace.auto.plan, optimizer._grace.auto.current, weights(model)
+    return optimizer._grace.driver.plan, optimizer._grace.driver.current, weights(model)
 
 
 def test_another_number_of_ranks_plans_anew_and_nothing_is_lost(two_ranks, three_ranks):
@@ -239,10 +239,10 @@ def test_steps_that_overflow_and_gradients_that_accumulate():
             if step % 9 == 4:
                 given["w"][0, 0] = np.inf
             scaler.scale(model(given)).backward()
-        passing.sleep(SLEEPS[optimizer._grace.auto.current])
+        passing.sleep(SLEEPS[optimizer._grace.driver.current])
         scaler.step(optimizer)
         scaler.update()
-    assert optimizer._grace.auto.plan == {"chosen": TOPK}
+    assert optimizer._grace.driver.plan == {"chosen": TOPK}
     assert all(w.isfinite().all() for w in weights(model).values())
     return digest(weights(model))
 

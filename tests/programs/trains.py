@@ -106,7 +106,7 @@ def train_auto(phase: str, fault: str) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
-        auto = optimizer._grace.auto
+        auto = optimizer._grace.driver
         if grace.rank() == 1 and phase == "trials" and auto.trying and not auto.settled:
             struck()
         optimizer.step()

@@ -303,14 +303,14 @@ class Gradients:
     def _start_timing(self) -> None:
         """Start the planner's timing, for ``strategy="auto"``. It times only the exchange, which no computation hides;
         timing whole steps would include the exchanges of other stages."""
-        auto = self._session.auto
-        if auto is not None and auto.steps_left > 0:
+        driver = self._session.driver
+        if driver is not None and driver.steps_left > 0:
             # wait for the other ranks' schedules, which must not count as exchange
             self.mesh.stage_backend.allgather_object(None)
-            auto.timer.begin()
+            driver.timer.begin()
             for name, p in self.parameters.items():
                 if p.grad is not None:
-                    auto.ready(name)
+                    driver.ready(name)
 
     @torch.no_grad()
     def _broadcast_tied_means(self) -> None:

@@ -97,7 +97,7 @@ def test_auto_chooses_for_each_stage_and_resumes():
     auto_planner.LINK_SECONDS, auto_planner.CODEC_SECONDS = 0.2, 0.01
     auto = {"strategy": "auto(methods=['topk(ratio=0.3)'])"}
     engine = pipeline(NAME, **CUT, **auto)
-    followed = engine.optimizer._grace.auto
+    followed = engine.optimizer._grace.driver
     for step in range(200):
         run_steps(engine, NAME, [step])
         if all(engine.backend.allgather_object(followed.plan is not None and followed.settled)):
@@ -112,7 +112,7 @@ def test_auto_chooses_for_each_stage_and_resumes():
     again.load_optimizer_state_dict(saved[1])
     resumed = again.optimizer._grace
     assert resumed.strategy.to_dict() == chosen
-    assert resumed.auto.settled
+    assert resumed.driver.settled
     run_steps(again, NAME, range(2))
     state = again.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in end.items())

@@ -32,7 +32,7 @@ from grace.torch.fsdp_layout import (
     in_backward,
     subscribe_to_steps,
 )
-from grace.torch.hooks import not_compiled
+from grace.torch.gradient_hooks import not_compiled
 from grace.torch.shard_group import ShardGroupState, build_method
 from grace.torch.state_dict import move_to_devices
 

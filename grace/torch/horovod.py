@@ -22,15 +22,14 @@ from grace.session.exchange_plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
-from grace.torch.hooks import not_compiled
+from grace.torch.gradient_hooks import not_compiled
 from grace.torch.horovod_patches import AlreadyInitialized, BroadcastableState
 from grace.torch.initial_sync import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.lifecycle import Closable, attach
-from grace.torch.non_member import NonMemberMixin
+from grace.torch.member import MemberMixin, NonMemberMixin
 from grace.torch.parameters import NamedParameters, sparse_names
 from grace.torch.pickling import allow_steps
 from grace.torch.session import Session
-from grace.torch.state_dict import StateMixin
 
 
 class HorovodSession(Session):
@@ -418,7 +417,7 @@ def distribute(
     body = {**vars(_DistributedOptimizer), **patches}
     for left_out in ("step", "__module__", "__dict__", "__weakref__"):
         body.pop(left_out, None)
-    mixins = (AlreadyInitialized, Closable, BroadcastableState, NonMemberMixin if session is None else StateMixin)
+    mixins = (AlreadyInitialized, Closable, BroadcastableState, NonMemberMixin if session is None else MemberMixin)
     optimizer.__class__ = with_mixins(cls, *mixins, body=body)
     distributed = cast(HorovodOptimizer, optimizer)
     settings = options["settings"]

@@ -26,12 +26,12 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
 from grace.strategy.resources import ResourcesArg
 from grace.torch.closure_sync import synchronize_closure
-from grace.torch.hooks import gradient_hook, not_compiled, register_session
+from grace.torch.gradient_hooks import gradient_hook, not_compiled, register_session
 from grace.torch.lifecycle import Closable, attach
+from grace.torch.member import MemberMixin
 from grace.torch.parameters import NamedParameters
 from grace.torch.pickling import allow_steps
 from grace.torch.session import CHANGED_EARLY, Session
-from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing
 from grace.torch.wrappers import check_unwrapped
 
@@ -249,7 +249,7 @@ class HookedSession(Session):
         self.synchronized = False
 
 
-class DistributedMixin(Closable, StateMixin):
+class DistributedMixin(Closable, MemberMixin):
     """The methods that a distributed optimizer adds to the user's optimizer, or replaces."""
 
     _grace: HookedSession
@@ -427,7 +427,7 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise optimizer_type_error(optimizer)
-    if isinstance(optimizer, StateMixin):
+    if isinstance(optimizer, MemberMixin):
         raise ConfigError("this optimizer is distributed already")
     compressor = compressor_for(optimizer, compression, compressor)
     backend = _backend(process_group, process_set) if backend is None else backend_or_current(backend)

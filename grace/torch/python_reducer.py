@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from grace.torch.gradient_hooks import gradient_hook, register_session
 from grace.torch.gradient_uses import GradientUses
-from grace.torch.hooks import gradient_hook, register_session
 
 
 class SingleGradientBucket:

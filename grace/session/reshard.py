@@ -175,8 +175,7 @@ class Resharding:
             values = self._answer_memory(kind, name, before, now)
         elif base in ("memory", *OF_ROUNDS):
             values = self._values_of(kind, name)
-            if not _cut_alike(before, now):
-                values = _repartition(name, before, now, values, f"the {kind}", base in OF_ROUNDS)
+            values = _repartition(name, before, now, values, f"the {kind}", base in OF_ROUNDS)
         elif base == "shard_memory" and not self._same_shards(before, now):
             self.returned.append((kind, name))
             return {}
@@ -256,7 +255,7 @@ class Resharding:
                     f"the checkpoint holds memories of shards of {part!r}, of the second compression of "
                     f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
                 )
-        return wholes if _cut_alike(before, now) else _repartition(name, before, now, wholes, f"the {kind}")
+        return _repartition(name, before, now, wholes, f"the {kind}")
 
     def _check_shape(self, what: str, name: str) -> Values:
         before, now = self.before[name]["shape"], self.now[name]["shape"]
@@ -359,7 +358,7 @@ class Resharding:
         parts = part_names(name, before)
         states = self.everyone or ()
         whole = {part: value for one in states for part, value in one.get(kind, {}).items() if part in parts}
-        return whole if _cut_alike(before, now) else _repartition(name, before, now, whole, f"the {kind}")
+        return _repartition(name, before, now, whole, f"the {kind}")
 
     def _convert_pending(self, name: str, before: Partition, step: Values) -> Values:
         """Return the means of one variable that are still to be applied, by this run's parts."""
@@ -367,15 +366,13 @@ class Resharding:
             raise Misfit(_unknown_name("mean", name))
         now = self.now[name]
         self._check_shape("a mean", name)
-        if _cut_alike(before, now):
-            values = {part: step[part] for part in part_names(name, before) if part in step}
-        elif any(isinstance(step.get(part), dict) for part in part_names(name, before)):
+        values = {part: step[part] for part in part_names(name, before) if part in step}
+        if not _cut_alike(before, now) and any(isinstance(value, dict) for value in values.values()):
             raise Misfit(
                 f"the checkpoint holds rows of {name!r} that were still to be applied, and this run cuts it "
                 "otherwise. Use the same partition for it"
             )
-        else:
-            values = _repartition(name, before, now, step, "a mean", any_dtype=True)
+        values = _repartition(name, before, now, values, "a mean", any_dtype=True)
         for part, value in values.items():
             variable = self.runner.shards[part].variable
             if variable.sparse:
@@ -446,11 +443,13 @@ def _mean_value(values: list[Value], count: int, what: str) -> Value:
 def _repartition(
     name: str, before: Partition, now: Partition, values: Values, what: str, any_dtype: bool = False
 ) -> Values:
-    """Return values of a variable's parts in the checkpoint as values of its parts in this run.
+    """Return values of a variable's parts in the checkpoint as values of its parts in this run, which may be the same.
 
     Raises:
-        Misfit: a value has not the form of its part.
+        Misfit: a value that is to be cut anew has not the form of its part.
     """
+    if _cut_alike(before, now):
+        return values
     parts = part_names(name, before)
     kept = [values.get(part) for part in parts]
     if all(value is None for value in kept):

@@ -157,25 +157,24 @@ class Session:
         return value_of(self.variables[self.names.index(name)])
 
     def _load(self, saved: SavedState | None, memory: str) -> None:
-        former, driver = self.runner, self.driver
+        former, driver, resumed = self.runner, self.driver, None
         assert former is not None
-        if driver is None:
+        if driver is not None:
+            checkpoint.compare(former.backend, saved, memory)
+            resumed = driver.resumed_from(saved)
+            memory = "keep" if driver.is_elsewhere(resumed) and memory == "strict" else memory
+        if driver is None or resumed is None:  # the memories that fit go into the run's own plan
             checkpoint.load(former, lambda: saved, memory, self.from_tensors)
             return
-        checkpoint.compare(former.backend, saved, memory)
-        resumed = driver.resumed_from(saved)
-        memory = "keep" if driver.is_elsewhere(resumed) and memory == "strict" else memory
-        if resumed is None:  # the memories that fit go into the run's own plan
-            checkpoint.load(former, lambda: saved, memory, self.from_tensors)
-            return
-        runner = build_replacement(former, StrategyPlan(resumed.strategy), self.check)
+        plan = StrategyPlan(resumed.strategy)
+        runner = build_replacement(former, plan, self.check)
         try:
             checkpoint.load(runner, lambda: saved, memory, self.from_tensors)
         except BaseException:
             runner.close()
             raise
         former.close()
-        self.use_runner(runner, StrategyPlan(resumed.strategy))
+        self.use_runner(runner, plan)
         driver.resume(resumed)
 
     def _delayed(self, runner: StepRunner) -> list[int]:

@@ -55,21 +55,17 @@ from grace.torch.parameters import (
     make_variables,
     scaler_enabled,
 )
-from grace.torch.pickling import InertState
+from grace.torch.pickling import InertCopies, InertState
 from grace.torch.python_reducer import PythonReducer
 from grace.torch.state_dict import check_not_saved_directly, move_to_devices, pack_state, unpack_state
 from grace.torch.step_hooks import around_steps
 from grace.torch.wrappers import check_no_join, check_not_sharded, check_unwrapped, unwrap_compiled
 
 
-class EarlyState:
+class EarlyState(InertCopies):
     """Stand-in for a hook's state, which a framework registers before ``register_ddp_hook`` is called for the model."""
 
     state: "DDPState | None" = None
-
-    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
-        """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
-        return InertState, ()
 
 
 def grace_hook(state, bucket):  # DDP checks the annotations, which must be real types or absent
@@ -135,7 +131,7 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
-class DDPState:
+class DDPState(InertCopies):
     """The state of the hook between steps, keyed by the parameters' names, and its traffic.
 
     DDP passes buckets to the hook, and rebuilds them after the first step. The compressed and the dense variables of a
@@ -197,10 +193,6 @@ class DDPState:
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         runner.callbacks.hyperparameters = self._describe_hyperparameters
         runner.context.lr = self.lr
-
-    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
-        """Return the parts of a copy or a pickle, which is inert: a copied model has no hook."""
-        return InertState, ()
 
     def _compared_settings(self) -> object:
         """Return the settings of the last step, whose digest the ranks compare."""

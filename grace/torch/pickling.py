@@ -24,6 +24,13 @@ class InertState:
         )
 
 
+class InertCopies:
+    """Base of hooks' states, whose copies and pickles are inert: a copied model has no hook."""
+
+    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
+        return InertState, ()
+
+
 def plain_copy(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Return an optimizer without settings and state, which a copy of a distributed one is made of. It refuses to step
     until it is made distributed, because it would train this rank's model alone."""

@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # the planner is loaded only by who asks for it
 NOT_HYPERPARAMETERS = {"params", "param_names"}
 """Entries of a parameter group that are no hyperparameters."""
 IMMUTABLE = {int, float, bool, str, type(None)}
+OR_ANEW = "or call optimizer.close() and make the optimizer distributed anew"
 CHANGED = "was changed after its exchange began (by clipping, unscaling or another backward pass)"
 CHANGED_EARLY = "was changed before its exchange began (by clipping, unscaling or another backward pass)"
 
@@ -320,15 +321,14 @@ class Session:
                 raise ConfigError(
                     f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
                     "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
-                    "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
-                    "make the optimizer distributed anew"
+                    f"before grace.DistributedOptimizer (you may freeze it afterwards), {OR_ANEW}"
                 )
         for name, p in self.not_float64.items():
             if p.dtype is torch.float64:
                 raise ConfigError(
                     f"the parameter {name!r} is float64 now, and was not when the optimizer was made distributed, "
                     "which settled what is exchanged. Call model.to(torch.float64) before grace.DistributedOptimizer, "
-                    "or call optimizer.close() and make the optimizer distributed anew"
+                    f"{OR_ANEW}"
                 )
         # Kernels read as many numbers as the shape at the beginning says: of a smaller tensor, foreign memory.
         if [p.shape for p in self.parameters.values()] != self.shapes:
@@ -336,8 +336,8 @@ class Session:
             name, now, was = next((name, p.shape, shape) for (name, p), shape in each if p.shape != shape)
             raise ConfigError(
                 f"the parameter {name!r} has the shape {tuple(now)} now, and had {tuple(was)} when the optimizer was "
-                "made distributed, which settled what is exchanged. Resize it before grace.DistributedOptimizer, or "
-                "call optimizer.close() and make the optimizer distributed anew"
+                "made distributed, which settled what is exchanged. Resize it before grace.DistributedOptimizer, "
+                f"{OR_ANEW}"
             )
         count = sum([len(group["params"]) for group in self.optimizer.param_groups])
         if count != self.parameter_count:
@@ -355,8 +355,7 @@ class Session:
                     raise ConfigError(
                         f"a parameter of shape {tuple(p.shape)} was added to param_groups[{number}] after the "
                         "optimizer was made distributed: its gradients would not be exchanged, and the ranks would "
-                        "drift apart. Add it before grace.DistributedOptimizer, or call optimizer.close() and make "
-                        "the optimizer distributed anew"
+                        f"drift apart. Add it before grace.DistributedOptimizer, {OR_ANEW}"
                     )
 
     def check_unchanged_gradients(self) -> None:
@@ -677,11 +676,9 @@ class Session:
             with self.aborting_on_error():
                 self.outer_rounds.flush()
 
-    @contextlib.contextmanager
-    def at_anchor(self) -> Iterator[None]:
+    def at_anchor(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters, and buffers, are those that all ranks share."""
-        with self.runner.outer_rounds.at_anchor():
-            yield
+        return self.runner.outer_rounds.at_anchor()
 
     @contextlib.contextmanager
     def keeping_own(self) -> Iterator[None]:

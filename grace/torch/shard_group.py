@@ -18,14 +18,14 @@ from grace.session import checkpoint
 from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import ModuleLayout
-from grace.torch.pickling import InertState
+from grace.torch.pickling import InertCopies
 from grace.torch.state_dict import pack_state, unpack_state
 
 MODULES = 64
 """Modules that a status tells apart: it is a byte, of two bits for the status itself."""
 
 
-class ShardGroupState:
+class ShardGroupState(InertCopies):
     """Base class of the states of compressed collectives of a shard group: the runner, which has the method and its
     memory, a wire for each module, and how they are saved.
 
@@ -49,10 +49,6 @@ class ShardGroupState:
         """Layout and buffer of each module's wire: sizes follow from shapes, so one of each serves all steps."""
         self.numbers = {layout.name: i % MODULES for i, layout in enumerate(layouts)}
         """Number of each wire's module, which stands in its statuses."""
-
-    def __reduce__(self) -> tuple[type[InertState], tuple[()]]:
-        """Return the parts of a copy or a pickle, which is inert."""
-        return InertState, ()
 
     def status_of(self, key: str, finite: bool) -> int:
         """Return the status of a wire's payloads: their module's number, and if they are of finite tensors."""

@@ -318,21 +318,19 @@ class DDPState(InertCopies):
         discarded are rolled back.
 
         Raises:
+            PayloadError: a rank could not decode a payload, as headers say that were not read before.
             StepError: the ranks' optimizers had different hyperparameters.
         """
         if not self.open:
             return
-        outcomes = self.outcomes
-        trips = self.trips
+        outcomes, self.outcomes = self.outcomes, []
+        trips, self.trips = self.trips, []
         self.open = False
-        self.outcomes = []
-        self.trips = []
-        resolve_headers(trips)
         try:
+            resolve_headers(trips)
             self.runner.check_step_stamps(trips, self.runner.channel)
-        except StepError:
-            self.runner.abort()
-            self.uses.end_exchange(nothing_kept=True)
+        except (PayloadError, StepError):
+            self._discard_step()
             raise
         nothing_kept = not self._has_state() or any([outcome.overflow for outcome in outcomes])
         discarded = self.uses.end_exchange(nothing_kept)

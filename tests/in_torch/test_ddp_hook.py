@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import grace
+from grace.errors import PayloadError
 from tests.support.drawing import THOROUGH
 from tests.support.frameworks import check_refused
 from tests.support.pools import on_ranks
@@ -285,6 +286,28 @@ def test_the_hook_applies_means_that_a_delayed_run_left(first_step, view):
     found = resumed_without_delay(True, first_step, gradient_as_bucket_view=view)
     assert digest(found) == digest(wanted)
     return digest(found)
+
+
+@on_ranks()
+def test_a_step_whose_payloads_prove_damaged_when_it_is_closed_leaves_no_residual():
+    """Headers on a GPU are read only then."""
+    model = net()
+    wrapped = ddp(model)
+    plain = sgd(model.parameters())
+    state = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)", optimizer=plain)
+    train(wrapped, plain, range(2))
+
+    def refuse(trips):
+        raise PayloadError("topk: rank 1 could not decode a payload")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grace.torch.ddp, "resolve_headers", refuse)
+        with pytest.raises(PayloadError):
+            state.close_step()
+    memories = {id(shard.communicator.memory): shard.communicator.memory for shard in state.runner.shards.values()}
+    assert not any(memory.state.changed(*state.runner.shards) for memory in memories.values())
+    train(wrapped, plain, range(2, 3))
+    assert state.state_dict()["step"] == 2  # the refused step does not count
 
 
 @on_ranks()

@@ -76,12 +76,9 @@ class FusedCodec(PerVariableCodec):
         keeper, finisher = moment_keeper(self.compressor) or self.memory, self if unfinished else None
         self.residuals = DoubleBuffer(keeper, kernels, self.names, shapes, finisher, self.owners)
         self.piece_offsets = self._distances_of_pieces()
-        # 4. This step.
-        self.fused = False
-        """True if this step's wires were written in one pass."""
-        self.means_fused = False
-        """True if this step's means were written in one pass."""
-        # 5. Means.
+        self.fused = self.means_fused = False
+        """True if this step's wires, and its means, were written in one pass."""
+        # 4. Means.
         self.mean_buffer: Tensor | None = None
         self.means_wire: Tensor | None = None
         if self.mean_compression is not None:

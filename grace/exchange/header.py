@@ -76,6 +76,8 @@ class StepStamp(NamedTuple):
 STAMP_SIZE = len(StepStamp._fields)
 APART = StepStamp(*[OUT_OF_STEP] * STAMP_SIZE)
 """Stamp of a leader whose ranks are out of step among themselves."""
+Call = Callable[[Sequence[int]], str]
+"""Function that calls ranks by their numbers, for messages."""
 Flag = bool | Tensor
 """Truth: a bool, or on a device a 0-d tensor of 1.0 or 0.0."""
 
@@ -378,9 +380,7 @@ def explain_difference(
     return f"the optimizer's hyperparameters differ at step {context.step}", True
 
 
-def _explain_missing_step(
-    stamps: dict[int, StepStamp], mine: StepStamp, context: AnyContext, call: Callable[[Sequence[int]], str]
-) -> str:
+def _explain_missing_step(stamps: dict[int, StepStamp], mine: StepStamp, context: AnyContext, call: Call) -> str:
     """Return which ranks left out ``optimizer.step()``, or whole steps; empty if all made the same.
 
     A rank that left out ``step()`` is behind in updates; one that left out a whole step is behind in both counts.
@@ -400,9 +400,7 @@ def _explain_missing_step(
     return f"{why}, or {call([rank for rank in stamps if rank not in late])} called it without a backward pass"
 
 
-def _explain_missing_backward(
-    stamps: dict[int, StepStamp], mine: StepStamp, context: AnyContext, call: Callable[[Sequence[int]], str]
-) -> str:
+def _explain_missing_backward(stamps: dict[int, StepStamp], mine: StepStamp, context: AnyContext, call: Call) -> str:
     """Return which ranks of equal steps cleared gradients more often than others; empty if none did.
 
     Such a rank has left ``backward()`` out, or has cleared once more, which looks the same from here.
@@ -430,7 +428,7 @@ def describe_ranks(ranks: Sequence[int], known: bool = True) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _describe_steps(steps: dict[int, int], call: Callable[[Sequence[int]], str]) -> str:
+def _describe_steps(steps: dict[int, int], call: Call) -> str:
     """Return a description of the ranks at each step, the lowest step first."""
     at = [(step, [rank for rank in steps if steps[rank] == step]) for step in sorted(set(steps.values()))]
     return ", ".join(f"{call(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {step}" for step, ranks in at)

@@ -180,23 +180,20 @@ class BucketProgram:
 
 
 class AnyRoundTrip:
-    """Round trip of one bucket, of any kind. Call ``start``, then ``advance`` until that returns False, then
-    ``finish``, or ``discard`` to drop its outcomes. All ranks call ``advance`` equally often, so that their
-    collectives pair.
+    """Round trip of one bucket. Call ``start``, then ``advance`` until that returns False, then ``finish``, or
+    ``discard`` to drop its outcomes. All ranks call ``advance`` equally often, so that their collectives pair.
 
-    A :class:`RoundTrip` runs a bucket's route. Two kinds wrap one: :class:`~grace.exchange.delayed.DelayedRoundTrip`,
-    which returns the mean of an earlier step, and :class:`~grace.session.hierarchy.HierarchicalRoundTrip`, before
-    which nodes reduce.
+    A :class:`RoundTrip` runs a bucket's route. Two kinds wrap one, keep its errors until ``finish``, and read headers
+    at once: :class:`~grace.exchange.delayed.DelayedRoundTrip`, which returns the mean of an earlier step, and
+    :class:`~grace.session.hierarchy.HierarchicalRoundTrip`, before which nodes reduce.
 
     Args:
         contribution: this rank's gradients.
 
     Attributes:
         header: the header of this rank, and the facts read from those of all ranks.
-        error: the error because of which this trip has no outcomes; raised by ``finish``. The kinds that wrap a trip
-            have none.
-        defers_headers, headers_after_use: flags, which the caller sets before ``finish``; see the module. The kinds
-            that wrap a trip read headers at once all the same.
+        error: the error because of which this trip has no outcomes; raised by ``finish``.
+        defers_headers, headers_after_use: flags, which the caller sets before ``finish``; see the module.
     """
 
     header: Header

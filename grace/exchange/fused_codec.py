@@ -91,15 +91,9 @@ class FusedCodec(PerVariableCodec):
             memory_of_means = self.mean_compression.memory
             self.mean_residuals = DoubleBuffer(memory_of_means, kernels, self.names, mean_shapes, finisher_of_means)
 
-    def _make_kernel_codecs(
-        self, kind: Any, options: dict[str, object], sizes: Sequence[Sequence[int]]
-    ) -> tuple[Any, Any]:
-        """Return the codec of the pieces of all owners, in the buffer of all wires; and that of this owner's means, in
-        a wire of their own.
-
-        Args:
-            sizes: for each owner the number of elements of its piece of each variable.
-        """
+    def _make_kernel_codecs(self, kind: Any, options: dict[str, object], sizes: list[list[int]]) -> tuple[Any, Any]:
+        """Return the codec of the pieces of all owners, whose numbers of elements are given by owner and variable, in
+        the buffer of all wires; and that of this owner's means, in a wire of their own."""
         placed = [self.placed(j) for j in range(self.owners)]
         in_buffer = [
             [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]

@@ -218,7 +218,7 @@ class RoundTripFuture:
         self.idle.append(self.round_trip.bucket)
         self.round_trip = None
 
-    def means(self, loss_scale: float) -> dict[str, Gradient]:
+    def means_in_units(self, loss_scale: float) -> dict[str, Gradient]:
         """Return the means that are applied, by the shards' names, in the units of a loss scale."""
         means = {outcome.variable.name: outcome.value for outcome in self.result()}
         found = {name: value for name, value in means.items() if value is not None and name not in self.dropped}
@@ -399,7 +399,7 @@ class DelayedRoundTrip(AnyRoundTrip):
         outcomes = future.result()
         self.traffic.wait_seconds += time.perf_counter() - began
         self.traffic.include(future.traffic)
-        values = future.means(self.communicator.context.loss_scale)
+        values = future.means_in_units(self.communicator.context.loss_scale)
         return [dataclasses.replace(outcome, value=values.get(outcome.variable.name)) for outcome in outcomes]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:

@@ -220,7 +220,7 @@ class AnyRoundTrip:
     def wait(self) -> None:
         """Block until the collective under way is done, if this rank takes part in one."""
 
-    def works(self) -> Sequence[Any]:
+    def engine_works(self) -> Sequence[Any]:
         """Return the engine's work objects of the last leg, for a framework that awaits them; wait for the leg here if
         there are none."""
         self.wait()
@@ -649,11 +649,11 @@ class RoundTrip(AnyRoundTrip):
             self._traced.end()
             self._traced = None
 
-    def works(self) -> Sequence[Any]:
+    def engine_works(self) -> Sequence[Any]:
         if self.handle.works and self.send_receive is None:
             return self.handle.works
         # A communicator of the user's own, or a single process.
-        return super().works()
+        return super().engine_works()
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         if not wait:

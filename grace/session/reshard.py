@@ -123,7 +123,7 @@ class Resharding:
         kept = {kind for shard in self.runner.shards.values() for kind in self.runner.stateful_parts(shard)}
         if kind.partition(".")[0] not in KINDS and kind not in kept:
             self._raise_or_drop(f"the checkpoint has state of the kind {kind!r}, which no part of this run uses")
-        parts_of = {name: set(part_names(name, partition)) for name, partition in self.before.items()}
+        parts_of = {name: set(shard_names(name, partition)) for name, partition in self.before.items()}
         for unknown in sorted(names.difference(*parts_of.values())):
             self._raise_or_drop(_unknown_name(kind, unknown))
         found: Values = {}
@@ -139,13 +139,13 @@ class Resharding:
             ConfigError: (if strict) a mean does not fit.
         """
         new: list[Values] = []
-        known = {part for name, before in self.before.items() for part in part_names(name, before)}
+        known = {part for name, before in self.before.items() for part in shard_names(name, before)}
         for step in self.saved["pending"]:
             new.append({})
             for name in sorted(step.keys() - known):
                 self._raise_or_drop(_unknown_name("mean", name))
             for name, before in self.before.items():
-                if any(part in step for part in part_names(name, before)):
+                if any(part in step for part in shard_names(name, before)):
                     new[-1].update(self._convert_or_drop(self._convert_pending, name, before, step))
         return new
 
@@ -188,7 +188,7 @@ class Resharding:
 
     def _values_of(self, kind: str, name: str) -> Values:
         """Return this rank's state of one variable, by the checkpoint's parts that have any."""
-        values = {part: self._value_of(kind, part) for part in part_names(name, self.before[name])}
+        values = {part: self._value_of(kind, part) for part in shard_names(name, self.before[name])}
         return {part: value for part, value in values.items() if value is not None}
 
     def _convert_buffers(self, kind: str, names: set[str]) -> Values:
@@ -224,7 +224,7 @@ class Resharding:
         """
         of_whole = _kind_of_residuals(kind)
         if kind.startswith("answer_memory"):
-            destinations = zip(part_names(name, self.now[name]), self.now[name]["destinations"], strict=True)
+            destinations = zip(shard_names(name, self.now[name]), self.now[name]["destinations"], strict=True)
             nowhere = {part for part, root in destinations if root is None}
             values = {part: value for part, value in self._answers_of_all(kind, name).items() if part in nowhere}
         else:
@@ -240,7 +240,7 @@ class Resharding:
         before, now = self.before[name], self.now[name]
         wholes, size = Values(), self.saved["size"]
         shape = list(now["shape"])
-        for i, part in enumerate(part_names(name, before)):
+        for i, part in enumerate(shard_names(name, before)):
             own = self._value_of(kind, part) if self.everyone is None else None
             alone = [own if rank == self.rank else None for rank in range(size)]
             shards = alone if self.everyone is None else [one.get(kind, {}).get(part) for one in self.everyone]
@@ -270,7 +270,7 @@ class Resharding:
         # With memory="keep" a memory may have other parameters now.
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: without_parameters(a) == without_parameters(b))
         states, unchanged = self.everyone or [self.saved["state"]], _cut_alike(before, now)
-        for i, (part, spec) in enumerate(zip(part_names(name, before), before["memories"], strict=True)):
+        for i, (part, spec) in enumerate(zip(shard_names(name, before), before["memories"], strict=True)):
             held = any(part in state.get(kind, ()) for state in states)
             # A part that is cut anew may get values of every part of the checkpoint.
             for other in now["memories"][i : i + 1] if unchanged else now["memories"]:
@@ -343,7 +343,7 @@ class Resharding:
                 )
             return self._values_of(kind, name)
         whole = self._answers_of_all(kind, name)
-        destinations = dict(zip(part_names(name, now), now["destinations"], strict=True))
+        destinations = dict(zip(shard_names(name, now), now["destinations"], strict=True))
         if any(destinations[part] is None for part in whole):
             if self.saved["hierarchical"]:
                 self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
@@ -355,7 +355,7 @@ class Resharding:
         """Return the memories of a variable's answers on all ranks, each of which one destination has, by this run's
         parts."""
         before, now = self.before[name], self.now[name]
-        parts = part_names(name, before)
+        parts = shard_names(name, before)
         states = self.everyone or ()
         whole = {part: value for one in states for part, value in one.get(kind, {}).items() if part in parts}
         return _repartition(name, before, now, whole, f"the {kind}")
@@ -366,7 +366,7 @@ class Resharding:
             raise Misfit(_unknown_name("mean", name))
         now = self.now[name]
         self._check_shape("a mean", name)
-        values = {part: step[part] for part in part_names(name, before) if part in step}
+        values = {part: step[part] for part in shard_names(name, before) if part in step}
         if not _cut_alike(before, now) and any(isinstance(value, dict) for value in values.values()):
             raise Misfit(
                 f"the checkpoint holds rows of {name!r} that were still to be applied, and this run cuts it "
@@ -412,8 +412,8 @@ def _exchanged_alike(before: Partition, now: Partition) -> bool:
     return _cut_alike(before, now) and methods[0] == methods[1] and before["destinations"] == now["destinations"]
 
 
-def part_names(name: str, partition: Partition) -> list[str]:
-    """Return the names of a variable's parts."""
+def shard_names(name: str, partition: Partition) -> list[str]:
+    """Return the names of a variable's shards."""
     return [name] if partition["axis"] is None else [f"{name}/part_{i}" for i in range(len(partition["sizes"]))]
 
 
@@ -450,7 +450,7 @@ def _repartition(
     """
     if _cut_alike(before, now):
         return values
-    parts = part_names(name, before)
+    parts = shard_names(name, before)
     kept = [values.get(part) for part in parts]
     if all(value is None for value in kept):
         return {}
@@ -466,7 +466,7 @@ def _repartition(
     if now["axis"] is None:
         return {name: whole}
     ends = pairwise(accumulate(now["sizes"], initial=0))
-    return {part: _slice(whole, now["axis"], a, b) for part, (a, b) in zip(part_names(name, now), ends, strict=True)}
+    return {part: _slice(whole, now["axis"], a, b) for part, (a, b) in zip(shard_names(name, now), ends, strict=True)}
 
 
 def join_parts(values: list[Value], axis: int | None, sizes: list[int]) -> Value:

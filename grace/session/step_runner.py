@@ -427,7 +427,7 @@ class StepRunner:
             # Buckets may have unequal numbers of pending means: align them at the newest step.
             steps = [*({} for _ in range(len(bucket.pending) - len(steps))), *steps]
             for step, future in zip(steps[len(steps) - len(bucket.pending) :], bucket.pending, strict=True):
-                step.update(future.means(self.context.loss_scale))
+                step.update(future.means_in_units(self.context.loss_scale))
         return [dict(self.carried_over), *steps] if self.carried_over else steps
 
     def restore_pending_means(self, steps: Sequence[dict[str, Gradient]]) -> None:

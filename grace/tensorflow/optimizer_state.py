@@ -15,7 +15,7 @@ from grace.core.compressor import Tensor
 from grace.errors import ConfigError, warn
 from grace.session import state_schema
 from grace.session.checkpoint import warn_own_state
-from grace.session.reshard import join_parts, part_names
+from grace.session.reshard import join_parts, shard_names
 from grace.session.state_schema import BESIDE_WEIGHTS, MODEL, SavedState, damage_error
 from grace.tensorflow.session import Session
 from grace.tensorflow.variables import is_overwritten, names_as_saved, names_of, value_of
@@ -223,7 +223,7 @@ def assign_own(
         cut = state["pieces"].get(name)
         if cut is None or list(cut["shape"]) != list(variable.shape):  # the first exchange refuses it on all ranks
             continue
-        parts = [own[part] for part in part_names(name, cut) if part in own]
+        parts = [own[part] for part in shard_names(name, cut) if part in own]
         if len(parts) == len(cut["sizes"]):  # others are exchanged in every step
             variable.assign(join_parts(parts, cut["axis"], cut["sizes"]))
     if slots_of_ranks is not None:

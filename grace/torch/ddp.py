@@ -464,7 +464,7 @@ class DDPState(InertCopies):
         for trip in trips:
             while trip.advance():  # legs that need the result of an earlier one wait for it here
                 pass
-        works: list[dist.Work] = [work for trip in trips for work in trip.works()]
+        works: list[dist.Work] = [work for trip in trips for work in trip.engine_works()]
         complete = partial(self._complete_bucket, exchange)
         if not works:
             done = _future(exchange.buffer)

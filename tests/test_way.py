@@ -42,7 +42,8 @@ def test_a_gradient_goes_the_way_that_the_page_tells_in_the_first_step_too():
     places = [usual.index(step) for step in steps_of("## The way of a gradient")]
     assert places == sorted(places)
     assert len({file for file, _ in usual}) <= 21
-    assert len(usual) <= 92, "a step passes more functions than before: inline one, or raise the bound and say why"
+    # 93 since the kinds of round trips have one base class, whose constructor is a function of its own.
+    assert len(usual) <= 93, "a step passes more functions than before: inline one, or raise the bound and say why"
     assert set(usual) <= set(first)
     assert len(first) <= 1.3 * len(usual)
 

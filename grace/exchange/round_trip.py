@@ -636,7 +636,8 @@ class RoundTrip(AnyRoundTrip):
             self.traffic.sent_bytes += self.backend.sent_bytes - sent_before
             if self.send_receive is not None and not self.send_receive.received:
                 failed = self._move_payloads(self.send_receive.receive_all)
-                self.error = None if failed is None else self.errors.undecoded(*failed)
+                if failed is not None and self.error is None:  # else a user's memory failed before
+                    self.error = self.errors.undecoded(*failed)
             self.mark_done()
         self.traffic.wait_seconds += time.perf_counter() - began
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import grace
+from grace.communicators import Allgather
 from grace.core.context import Context
 from grace.errors import PayloadError, StepError
 from grace.exchange import header
 from grace.memories.residual import Residual
 from grace.torch.parameters import hyperparameters
+from tests.communicators.test_own import Gathering
 from tests.support.by_hand import started_by_hand
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
@@ -125,10 +127,10 @@ class FailsOnce(Residual):
         super().update(tensor, name, compressor, payload, ctx)
 
 
-def with_failing_memory() -> list[str]:
+def with_failing_memory(communicator: type[grace.Communicator]) -> list[str]:
     """The errors of each step of a loop that goes on after an error; two variables, a bucket for each."""
     model = net()
-    optimizer = distributed(model, "topk(ratio=0.5)", memory=FailsOnce(), num_groups=2)
+    optimizer = distributed(model, communicator=communicator("topk(ratio=0.5)", FailsOnce()), num_groups=2)
     said = []
     for step in range(WRONG_AT + 2):
         try:
@@ -139,8 +141,9 @@ def with_failing_memory() -> list[str]:
     return said
 
 
-def test_a_rank_that_goes_on_after_its_memory_failed_is_named_at_the_next_step(two_ranks):
-    answers = two_ranks.run(with_failing_memory)
+@pytest.mark.parametrize("communicator", [Allgather, Gathering])
+def test_a_rank_that_goes_on_after_its_memory_failed_is_named_at_the_next_step(two_ranks, communicator):
+    answers = two_ranks.run(with_failing_memory, communicator)
     for rank, said in enumerate(answers):
         assert said[:WRONG_AT] == [""] * WRONG_AT
         assert said[WRONG_AT] == ("this memory failed" if rank == WRONG else "")

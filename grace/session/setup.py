@@ -84,6 +84,7 @@ def build_step_runner(
         _check_elastic_and_hierarchical(runner, elastic)
         runner.settings = list(settings)
         runner.compress_after = compress_after
+        runner.all_hierarchical = hierarchical
     except Exception as raised:
         if runner is not None:
             runner.close()

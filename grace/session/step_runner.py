@@ -156,6 +156,8 @@ class StepRunner:
         self.settings: list[tuple[str, str]] = []
         self.compress_after = 0
         """Number of first steps that are exchanged uncompressed, unless a strategy sets it."""
+        self.all_hierarchical = False
+        """True if nodes reduce all variables first, whatever the strategy says."""
         self.shard_label = ""
         """Label of the parts that this rank has if parameters are sharded, for checkpoints."""
         self.callbacks = SessionCallbacks()

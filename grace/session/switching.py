@@ -92,6 +92,7 @@ def build_replacement(former: StepRunner, plan: ExchangePlan, check: Callable[[C
         former.context,
         former.settings,
         check,
+        hierarchical=former.all_hierarchical,
         compress_after=former.compress_after,
     )
     # What checkpoints do not hold.

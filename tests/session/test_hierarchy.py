@@ -54,6 +54,17 @@ def test_the_mean_is_that_of_all_ranks_whatever_the_nodes_sizes(options):
     return digest(weights(model))
 
 
+@on_ranks(3)
+def test_nodes_reduce_first_after_a_switch_too():
+    model = mixed()
+    optimizer = made(model, hierarchical=True)
+    with uneven():
+        optimizer.use_strategy("uniform(compressor=none)")
+    assert optimizer._grace.runner.hierarchical is True
+    train(model, optimizer, range(4))
+    assert_close(weights(model), on_the_mean(mixed(), 3, range(4)))
+
+
 def kept(x: np.ndarray, k: int) -> np.ndarray:
     """The k largest magnitudes."""
     places = largest(x.ravel(), k)

@@ -204,14 +204,22 @@ def gather(runner: StepRunner, settle: Callable[[], object] = lambda: None) -> S
         settle()
         saved = _assemble_state(runner)
         shared_by = saved["shared"]
+        # Pickled on a GPU, they would be unpickled on all ranks on the GPU of this rank's number.
         own = {
-            kind: {name: value for name, value in values.items() if name not in shared_by.get(kind, ())}
+            kind: {name: _on_host(value) for name, value in values.items() if name not in shared_by.get(kind, ())}
             for kind, values in saved["state"].items()
         }
     except Exception as raised:
         error = raised
     ranks = gather_or_raise(runner.backend, "a state to save", own, error, "could not save")
     return state_schema.seal({**saved, "ranks": ranks})
+
+
+def _on_host(value: Any) -> Any:
+    """Return a saved value, or a dict of them, with its tensors on the host."""
+    if isinstance(value, dict):
+        return {name: _on_host(one) for name, one in value.items()}
+    return value.cpu() if hasattr(value, "cpu") else value
 
 
 @dataclass

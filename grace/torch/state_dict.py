@@ -154,7 +154,7 @@ def rank_state(optimizer: Any) -> SavedState:
 
 def load_memories(optimizer: Any, saved: object, memory: str) -> None:
     """Restore Grace's part of a state, packed or not; with outer rounds also this rank's optimizer, if it is there."""
-    optimizer.load_state_dict({**rank_state(optimizer), "grace": saved}, memory)
+    optimizer.load_state_dict({**super(StateMixin, optimizer).state_dict(), "grace": saved}, memory)
 
 
 def load_state(

@@ -16,6 +16,7 @@ from grace.core.composition import Composed
 from grace.core.compressor import Compressor, Traits
 from grace.memories.residual import Residual
 from grace.session import state_schema
+from grace.torch.state_dict import load_memories
 from tests.support.data import z_limit
 from tests.support.training import Given, digest, refusal
 
@@ -282,6 +283,26 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(words, make):
     optimizer = keeping(make)
     for save in (optimizer.state_dict, optimizer.full_state_dict):
         assert refusal(save).startswith(f"the memory keeping keeps {words} for 'w', which no checkpoint can hold")
+
+
+def test_memories_are_loaded_where_those_that_are_kept_could_not_be_saved():
+    saved = keeping(lambda x: x).full_state_dict()["grace"]
+    optimizer = keeping(UNSAVEABLE["a number that is not finite"])
+    load_memories(optimizer, copy.deepcopy(saved), "strict")
+    assert digest(optimizer.full_state_dict()["grace"]["state"]) == digest(saved["state"])
+
+
+def test_ranks_gather_states_on_the_host():
+    class OnGpu(torch.Tensor):
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+        def __deepcopy__(self, memo):
+            return self.clone()
+
+    saved = keeping(lambda x: {"a": x.as_subclass(OnGpu)}).full_state_dict()["grace"]
+    assert type(saved["state"]["memory"]["w"]["a"]) is OnGpu
+    assert type(saved["ranks"][0]["memory"]["w"]["a"]) is torch.Tensor
 
 
 def test_a_seed_of_numpy_is_saved_and_loaded():

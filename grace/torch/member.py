@@ -138,3 +138,10 @@ class NonMemberMixin:
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Do nothing: only the ranks in the set switch to the strategy."""
+
+    def anchor(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that changes nothing: this rank's parameters are its own."""
+        return contextlib.nullcontext()
+
+    def flush(self) -> None:
+        """Do nothing: only the ranks in the set run a last round."""

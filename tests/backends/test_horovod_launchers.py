@@ -91,6 +91,8 @@ def in_a_set(ranks, method, groups):
     assert optimizers[1].metrics()["bytes_sent"] == optimizers[1].traffic.sent_bytes
     assert optimizers[1].strategy is None is optimizers[1].plan
     optimizers[1].use_strategy("uniform(compressor=qsgd)")
+    with optimizers[1].anchor():
+        optimizers[1].flush()
     with pytest.raises(grace.ConfigError, match=r"Horovod's join\(\) is for all ranks"):
         optimizers[1].join()
     remembered = ["grace" in optimizer.state_dict() for optimizer in optimizers]

@@ -106,7 +106,7 @@ def command(
         environment["GRACE_RESOURCES"] = str(Path(file).resolve())
     if engine == "torch":
         return _torch(resources, list(program), environment, port)
-    return [_launcher_of_all_nodes(resources, engine, list(program), environment)]
+    return [_mpirun_or_horovodrun(resources, engine, list(program), environment)]
 
 
 def checked_strategy(given: str) -> str:
@@ -241,7 +241,7 @@ def _quote_after_home(path: str) -> str:
 # -- launchers that start all nodes themselves ----------------------------------------------------------------------
 
 
-def _launcher_of_all_nodes(
+def _mpirun_or_horovodrun(
     resources: "Resources", engine: str, program: list[str], environment: dict[str, str]
 ) -> Command:
     """Return the command line of horovodrun, or of Open MPI's mpirun."""

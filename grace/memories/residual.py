@@ -10,7 +10,8 @@ from grace.core.memory import ErrorFeedback
 class Residual(ErrorFeedback):
     """Memory of the compression error of earlier steps: x = beta r + gamma g, then r = x - decompress(compress(x)).
 
-    r starts at 0. With beta = gamma = 1, sent + new residual = gradient + old residual at every step.
+    :class:`~grace.core.memory.ErrorFeedback` computes both; fused kernels compute the same for whole buckets. r starts
+    at 0. With beta = gamma = 1, sent + new residual = gradient + old residual at every step.
     Sources: Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018, arXiv 1809.07599.
 
     Args:

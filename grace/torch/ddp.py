@@ -615,7 +615,7 @@ def build_hook_runner(
     return runner
 
 
-def check_rates(
+def check_holds_parameters(
     runner: StepRunner, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Refuse an optimizer that lacks parameters whose memories follow its learning rate. Every rank must call it.
@@ -731,7 +731,7 @@ def register_ddp_hook(
     )
     advise_hierarchy(runner)
     parameters = trainable_parameters(model)
-    check_rates(runner, parameters, optimizer)
+    check_holds_parameters(runner, parameters, optimizer)
     state = DDPState(parameters, runner, optimizer, grad_scaler, bucket_bytes)
     state.model = weakref.ref(model)
     state.frozen = frozen_parameters(model)

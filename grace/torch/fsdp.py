@@ -23,7 +23,7 @@ from grace.session.state_schema import SavedState
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyArg
-from grace.torch.ddp import DDPState, build_hook_runner, check_rates
+from grace.torch.ddp import DDPState, build_hook_runner, check_holds_parameters
 from grace.torch.fsdp_layout import (
     TRAINED_BEFORE,
     ModuleLayout,
@@ -324,7 +324,7 @@ def register_fsdp_hook(
     if runner.hierarchical:
         runner.close()
         raise ConfigError("the strategy is hierarchical, which FSDP's hook cannot")
-    check_rates(runner, _trained_parameters(layouts), optimizer)
+    check_holds_parameters(runner, _trained_parameters(layouts), optimizer)
     state = FSDPState(shard_group, runner, optimizer, grad_scaler)
     for layout in layouts:
         # buffers then have the same size on all replicas, whatever parameters a rank used

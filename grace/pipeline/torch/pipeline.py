@@ -192,11 +192,11 @@ class Pipeline:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device = torch.device("cpu") if device.type == "meta" else device
         if example_inputs is not None:
-            self._cut(*split_call(example_inputs))
+            self._set_up(*split_call(example_inputs))
 
     # -- the cut ------------------------------------------------------------------------------------------
 
-    def _cut(self, args: Args, kwargs: Kwargs) -> None:
+    def _set_up(self, args: Args, kwargs: Kwargs) -> None:
         """Plan the pipeline, and set up this rank's stage."""
         if self.user_inputs == "rank0":  # other ranks' tensors may be empty
             # by the host: a rank may not see the device of rank 0
@@ -433,7 +433,7 @@ class Pipeline:
         if not self.training:
             raise ConfigError("the pipeline is evaluating: call engine.train() before engine.step()")
         if self.plan is None:
-            self._cut(*self._split_target(args, kwargs)[:2])
+            self._set_up(*self._split_target(args, kwargs)[:2])
         if not self._pending:
             self.gradients.zero_grad()
         with self.gradients.computing() as computed:
@@ -456,7 +456,7 @@ class Pipeline:
         if not self.training:
             return self.evaluate(*args, **kwargs)
         if self.plan is None:
-            self._cut(*self._split_target(args, kwargs)[:2])
+            self._set_up(*self._split_target(args, kwargs)[:2])
         with self.gradients.computing() as computed:
             share = self._run_schedule(args, kwargs)
         value = torch.tensor(self.mesh.all_reduce_sum(share))
@@ -590,7 +590,7 @@ class Pipeline:
             gather: True to return the outputs for the rows of all replicas instead of this one's.
         """
         if self.plan is None:
-            self._cut(args, kwargs)
+            self._set_up(args, kwargs)
         with self.mesh.naming_failed_rank("the pipeline's evaluation"):
             built, chunks, _ = self._begin_call(args, kwargs, False)
             with self._noting_failure():

@@ -57,8 +57,8 @@ class Stepper:
     @property
     def planning(self) -> bool:
         """True if ``strategy="auto"`` has not chosen yet, or not checked its choice."""
-        auto = getattr(getattr(self.exchange, "_grace", None), "auto", None)
-        return auto is not None and not auto.settled
+        driver = getattr(getattr(self.exchange, "_grace", None), "driver", None)
+        return driver is not None and not driver.settled
 
     @property
     def period(self) -> int:

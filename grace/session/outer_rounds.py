@@ -27,9 +27,10 @@ from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
 from grace.core.user_parts import check_shape
-from grace.errors import ConfigError, ExchangeError, PayloadError, warn
+from grace.errors import ConfigError, ExchangeError, PayloadError, StepError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import RoundTripFuture
+from grace.exchange.header import ADVICE
 from grace.exchange.round_trip import RoundTrip
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
@@ -385,10 +386,22 @@ class OuterRounds:
 
     def _share_anchors(self) -> None:
         """Give all ranks rank 0's anchors, if those of ranks differ: a forward pass before the first update may change
-        parameters by this rank's data, as ``Embedding(max_norm=...)`` and initialization by the first batch do."""
+        parameters by this rank's data, as ``Embedding(max_norm=...)`` and initialization by the first batch do.
+
+        Raises:
+            StepError: ranks have made other numbers of iterations.
+        """
         self.shares_anchors = self.at < self._first_round
-        backend, anchors = self.runner.backend, self.anchors.state
-        if len(set(gather_or_raise(backend, "a first outer round", checksum(dict(anchors))))) == 1:
+        backend, anchors, step = self.runner.backend, self.anchors.state, self.runner.context.step
+        found = gather_or_raise(backend, "a first outer round", (step, checksum(dict(anchors))))
+        steps = [of_rank for of_rank, _ in found]
+        if len(set(steps)) > 1:
+            ranks = [backend.number_of(steps.index(end(steps))) for end in (min, max)]
+            raise StepError(
+                f"rank {ranks[0]} is at step {min(steps)}, rank {ranks[1]} is at step {max(steps)}: rank {ranks[0]} "
+                f"left out {self.context.api_names.step}. {ADVICE}"
+            )
+        if step == 0 or len(set(found)) == 1:
             return
         values = backend.allgather_object(dict(anchors) if backend.rank == 0 else None)[0]
         for shard in self.shards:
@@ -403,12 +416,16 @@ class OuterRounds:
             StepError: ranks have made other numbers of iterations.
         """
         self.warns_if_unequal = False
-        if self.runner.context.step == 0:  # nothing has moved
+        if not self:
             return
-        self.restore_own_parameters()
-        self.take_anchors()
-        if self.shares_anchors:
+        moved = self.runner.context.step > 0
+        if moved:
+            self.restore_own_parameters()
+            self.take_anchors()
+        if self.shares_anchors:  # also of a rank that has made no iteration: the others would wait for it
             self._share_anchors()
+        if not moved:
+            return
         for fragment in self.fragments:
             if fragment.travels:
                 self._apply_outer_step(fragment, fragment.outer.merge)

@@ -581,6 +581,22 @@ def test_ranks_with_other_numbers_of_iterations_are_told_so():
         optimizer.flush() if grace.rank() == 1 else train(model, optimizer, range(3, 4))
 
 
+@pytest.mark.parametrize("made", [3, 4])
+@on_ranks(2)
+def test_a_rank_without_iterations_is_told_so_in_the_last_round(made):
+    model = net()
+    optimizer = distributed(model, outer="none", period=4)
+    optimizer.flush()  # all ranks alike: nothing has moved
+    assert not anchors(optimizer)
+
+    def train_and_flush():
+        train(model, optimizer, range(made if grace.rank() == 0 else 0))
+        optimizer.flush()
+
+    with pytest.raises(StepError, match=f"rank 1 is at step 0, rank 0 is at step {made}: rank 1 left out optim"):
+        train_and_flush()
+
+
 def with_buffers(seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 10))

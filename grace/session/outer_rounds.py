@@ -434,8 +434,13 @@ class OuterRounds:
                 fragment.applied_at = -1
         # A rank with more iterations may wait in the round that is due next: the order lets both find that out.
         for fragment in sorted(self.fragments, key=lambda fragment: fragment.until_sent(self.at)):
-            if not self._send(fragment, later=False):  # a rank that was not finite has the anchors now
-                self._send(fragment, later=False)
+            # After a dropped round a rank that was not finite has the anchors, so that a second one succeeds.
+            if not (self._send(fragment, later=False) or self._send(fragment, later=False)):
+                fragment.coming = None
+                raise PayloadError(
+                    f"the last round was dropped: drifts of {fragment.buckets[0].describe()} are finite and their "
+                    "payloads are not. Ranks keep parameters of their own: choose a compressor of a wider range"
+                )
             self._apply_outer_step(fragment, 0.0)
 
     def warn_if_unequal(self) -> None:
@@ -546,7 +551,13 @@ class OuterRounds:
         fragment.coming = {}
         if self.model.any_overflow(any(outcome.overflow for outcome in outcomes)):
             self._roll_back(fragment)
-            self._return_to_anchors()
+            names = [outcome.variable.name for outcome in outcomes if outcome.overflow]
+            if not self._return_to_anchors() and self.runner.backend.rank == 0:
+                which = (names or fragment.buckets[0].names)[0]
+                warn(
+                    f"the round of {which!r} after iteration {self.at} was dropped: on a rank its drift, or what was "
+                    "sent of it, was not finite"
+                )
             return False
         for part in self._parts(fragment):
             for outcome in outcomes:
@@ -601,9 +612,9 @@ class OuterRounds:
         for part in self._parts(fragment):
             part.state.rollback()
 
-    def _return_to_anchors(self) -> None:
-        """Let this rank start anew from the anchors where its parameters are not finite. Other ranks keep their drifts
-        for the next round."""
+    def _return_to_anchors(self) -> bool:
+        """Let this rank start anew from the anchors where its parameters are not finite; return True if some are not.
+        Other ranks keep their drifts for the next round."""
         # Of all fragments: with one that is still lost, the next forward pass would spoil the others again.
         lost = [shard for shard in self.shards if not _finite(self.model.read(shard))]
         for shard in lost:
@@ -615,6 +626,7 @@ class OuterRounds:
                 f"{lost[0].variable.name!r} was not finite on rank {backend.number_of(backend.rank)} after iteration "
                 f"{self.at}: the round was dropped, and this rank starts anew from the parameters of the last one"
             )
+        return bool(lost)
 
     # -- numbers ---------------------------------------------------------------------------------------
 

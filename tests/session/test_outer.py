@@ -15,7 +15,7 @@ import grace
 from grace.core.compressor import Compressor
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import known, legal_memories, make
-from grace.errors import StepError
+from grace.errors import PayloadError, StepError
 from grace.strategy import ShardPlan, Sync
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.strategies import Tables, executed, sent_by_rank, strategy_of, whole
@@ -288,6 +288,29 @@ def test_the_last_round_makes_ranks_equal_even_if_one_of_them_is_not_finite():
     optimizer.flush()
     assert all(p.isfinite().all() for p in model.parameters())
     assert not any(torch.equal(p, before) for p, before in zip(model.parameters(), moved, strict=True))
+    return digest(weights(model))
+
+
+@on_ranks(2)
+def test_drifts_that_no_payload_can_hold_are_told_at_each_round_and_refused_in_the_last_one():
+    model = Given(SHAPES)
+    optimizer = distributed(model, "fp16", outer="none", period=2)
+    run_given(optimizer, model, range(2))
+    before = digest(anchors(optimizer))
+    if grace.rank() == 1:
+        model.matrix.data.fill_(1e6)
+    told = contextlib.nullcontext()
+    if grace.rank() == 0:
+        told = pytest.warns(UserWarning, match="the round of 'matrix' after iteration 4 was dropped: on a rank its dr")
+    with told:
+        run_given(optimizer, model, range(2, 4))
+    own = digest(weights(model))
+    with pytest.raises(PayloadError, match=r"bucket 0 \(matrix .. scalar; .*\) are finite and their payloads are not"):
+        optimizer.flush()
+    assert (digest(weights(model)), digest(anchors(optimizer))) == (own, before)
+    model.matrix.data.fill_(1.0 + grace.rank())
+    optimizer.flush()
+    torch.testing.assert_close(model.matrix.data, torch.full((13, 6), 1.5))
     return digest(weights(model))
 
 

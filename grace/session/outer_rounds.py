@@ -111,8 +111,11 @@ class Fragment:
     sent_bytes: int = 0
 
     def arrives(self, t: int) -> bool:
-        """Return True if a round is applied after iteration t."""
-        return self.travels and self.sent_at + self.outer.delay == t
+        """Return True if a round is applied after iteration t, or would be if it had not been dropped: its end averages
+        buffers, also of a resumed run, whose checkpoint does not tell a dropped round."""
+        delay = self.outer.delay
+        by_schedule = 0 < delay < t and self.until_sent(t - delay) == 0
+        return by_schedule or (self.travels and self.sent_at + delay == t)
 
     def until_sent(self, t: int) -> int:
         """Return the number of iterations from t to the next one after which the fragment is sent; 0 if that is t."""

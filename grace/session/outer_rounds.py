@@ -26,6 +26,7 @@ from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.outer import Outer, OuterOptimizer
 from grace.core.registry import make
+from grace.core.state import Value
 from grace.core.user_parts import check_shape
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError, warn
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
@@ -299,9 +300,8 @@ class OuterRounds:
         name = shard.variable.name
         self._keep(shard, self.anchors.state[name])
         for part in optimizer.named_components().values():
-            if hasattr(part.state.get(name), "shape"):
-                anchor = self.anchors.state[name]
-                part.state[name] = kernels_of(anchor).to_device_of(part.state[name], anchor)
+            if name in part.state:
+                part.state[name] = _beside(self.anchors.state[name], part.state[name])
             part.state.commit()
         self.anchors.state.commit()
         own = self._local.state.get(name)
@@ -718,3 +718,10 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 def _finite(x: Tensor) -> bool:
     return bool(kernels_of(x).all_finite(x))
+def _beside(anchor: Tensor, value: Value) -> Value:
+    """Return a value of an outer optimizer's state with its tensors on an anchor's device."""
+    if isinstance(value, dict):
+        return {key: _beside(anchor, item) for key, item in value.items()}
+    return kernels_of(anchor).to_device_of(value, anchor) if hasattr(value, "shape") else value
+
+

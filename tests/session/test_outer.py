@@ -218,6 +218,32 @@ def test_what_a_step_of_ones_own_returns_must_be_an_anchor():
 METHODS = ("none", "block(bits=4)", "topk(ratio=0.1)", "qsgd", "powersgd(rank=2)", "topk(ratio=0.1) | efsignsgd")
 
 
+class Pair(OuterOptimizer):
+    """One that keeps a dict of tensors on the CPU."""
+
+    name = "pair"
+    offload = True
+
+    def step(self, anchor, drift, name):
+        self.state[name] = {"m": torch.full_like(drift, 41.0), "v": torch.full_like(drift, 42.0)}
+        return anchor - drift
+
+
+@on_ranks(2)
+def test_all_that_an_outer_optimizer_keeps_goes_to_its_device_when_it_is_loaded():
+    model = Given(SHAPES)
+    optimizer = distributed(model, outer=Pair(), period=2)
+    run_given(optimizer, model, range(2))
+    saved = copied(optimizer.state_dict())
+    optimizer.close()
+    optimizer = distributed(Given(SHAPES), outer=Pair(), period=2)
+    kernels = type(kernels_of(torch.ones(1)))
+    with mock.patch.object(kernels, "to_device_of", autospec=True, side_effect=kernels.to_device_of) as moved:
+        optimizer.load_state_dict(saved)
+    values = {float(call.args[1].flatten()[0]) for call in moved.call_args_list}
+    assert {41.0, 42.0} <= values
+
+
 @pytest.mark.parametrize("method", METHODS)
 @on_ranks(3)
 def test_anchors_and_momenta_have_the_same_bits_on_all_ranks(method):

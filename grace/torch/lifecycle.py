@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grace.backends.horovod import NoHorovodSubclass
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.torch.step_hooks import around_steps
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -114,8 +114,15 @@ class Closable(NoHorovodSubclass):
         The hooks are taken off, compressors and memories given by you may serve another optimizer, and this one may be
         made distributed anew. The contents of memories are lost unless you saved ``state_dict()`` before. ``del
         optimizer`` does the same if nothing else refers to the optimizer, without waiting for an exchange in progress.
+
+        Raises:
+            ExchangeError: parameters are the anchors now.
         """
         session: Any = self._grace
+        if session is not None and session.runner.outer_rounds.anchored:
+            raise ExchangeError(
+                "close() under `with optimizer.anchor():` would lose this rank's own parameters: close outside of it"
+            )
         try:
             if session is not None:
                 session.discard()

@@ -504,6 +504,18 @@ def test_the_anchor_is_the_same_on_all_ranks_and_goes_away():
     return shared
 
 
+@on_ranks(2)
+def test_an_optimizer_is_not_closed_at_the_anchor():
+    model = Given(SHAPES)
+    optimizer = distributed(model, outer="none", period=4)
+    run_given(optimizer, model, range(2))
+    own = digest(weights(model))
+    with optimizer.anchor():
+        assert "close() under `with optimizer.anchor():`" in refusal(optimizer.close, kind=ExchangeError)
+    assert digest(weights(model)) == own
+    optimizer.close()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @on_ranks(2)
 def test_a_state_that_is_loaded_at_the_anchor_stays(depth):

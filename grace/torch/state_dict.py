@@ -331,7 +331,8 @@ def _split_state(state_dict: object, runner: StepRunner) -> tuple[dict[str, Any]
         inner = saved[INNER]
         saved = {key: value for key, value in saved.items() if key != INNER}
         if len(inner) != runner.backend.size:  # torch's part may have tensors of several ranks, which do not fit
-            inner = [inner[0]] * runner.backend.size
+            first = next((own for own in inner if own is not None), None)  # of a rank's own entry its own
+            inner = [first] * runner.backend.size
     if runner.outer_rounds and len(inner) == runner.backend.size:  # ranks in step need equal states: the saving rank's
         own = inner[runner.backend.rank]
         plain = plain if own is None else {**plain, **unpack_state(own)}

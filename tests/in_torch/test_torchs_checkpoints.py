@@ -5,6 +5,7 @@ What is saved is what was there when the save began: the writers here wait until
 
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import grace
+from grace.torch.state_dict import INNER, _split_state, pack_state
 from tests.support.pools import on_ranks, ranks_of
 from tests.support.sharded import Net, built, loss_of, mesh_of, same_bits, whole
 from tests.support.training import digest, refusal
@@ -323,6 +325,18 @@ def test_on_another_number_of_ranks_that_train_alone_all_have_the_moments_of_one
     saved = ranks_of(2).run(saves_moments, folder)
     assert saved[0] != saved[1]
     assert ranks_of(4).run(loads_moments, folder) == [saved[0]] * 4
+
+
+@pytest.mark.parametrize(("rank", "owner"), [(0, 0), (1, 1), (2, 0)])
+def test_of_torchs_own_state_a_rank_of_another_number_takes_moments_of_one_rank(rank, owner):
+    """Each rank's entry there has its own moments alone."""
+    runner = SimpleNamespace(backend=SimpleNamespace(rank=rank, size=3), outer_rounds=True, shard_label="")
+    entries = {
+        f"grace.rank{one}": pack_state({INNER: [pack_state({"state": one}) if r == one else None for r in range(2)]})
+        for one in range(2)
+    }
+    plain, _ = _split_state({"state": "merged", "param_groups": [entries]}, runner)
+    assert plain["state"] == owner
 
 
 @on_ranks(4)

@@ -252,20 +252,20 @@ class OuterRounds:
     def saving(self) -> Iterator[None]:
         """Return a context in which the state has all that a resumed run needs: parameters of ranks that have left the
         anchors, and means that are still to be applied."""
-        for fragment in self.fragments:
-            self._collect(fragment)
-            self._coming.state.update(fragment.coming or {})
-            own = [(shard, self._own_values(shard)) for shard in fragment.shards if self.has_anchors]
-            # A program may have set parameters since the last round, as clipping of weights does after a step.
-            if self._moved(fragment) or not all(itertools.starmap(self._is_anchor, own)):
-                self._local.state.update({shard.variable.name: value for shard, value in own})
-        shared = self.shared_buffers.state
-        for name, own in (self.model.read_buffers() if self._own is None else self._own[1]).items():
-            if self.has_anchors and not (name in shared and _equal(own, shared[name])):
-                self._local_buffers.state[name] = own
-        for part in (self._local, self._coming, self._local_buffers):
-            part.state.commit()
         try:
+            for fragment in self.fragments:
+                self._collect(fragment)
+                self._coming.state.update(fragment.coming or {})
+                own = [(shard, self._own_values(shard)) for shard in fragment.shards if self.has_anchors]
+                # A program may have set parameters since the last round, as clipping of weights does after a step.
+                if self._moved(fragment) or not all(itertools.starmap(self._is_anchor, own)):
+                    self._local.state.update({shard.variable.name: value for shard, value in own})
+            shared = self.shared_buffers.state
+            for name, own in (self.model.read_buffers() if self._own is None else self._own[1]).items():
+                if self.has_anchors and not (name in shared and _equal(own, shared[name])):
+                    self._local_buffers.state[name] = own
+            for part in (self._local, self._coming, self._local_buffers):
+                part.state.commit()
             yield
         finally:
             self._clear_saved()
@@ -580,22 +580,26 @@ class OuterRounds:
         if fragment.optimizer.offload and means:  # the anchors' step is made by the host
             values = list(means.values())
             means = dict(zip(means, kernels_of(values[0]).to_host(values), strict=True))
+        stateful = (self.anchors, *fragment.optimizer.named_components().values())
+        moving = [shard for shard in fragment.shards if shard.variable.name in means]
         with recorder.phase("outer step", "part"):
-            for shard in fragment.shards:
-                name = shard.variable.name
+            try:
+                for shard in moving:
+                    self._move_anchor(shard, fragment.optimizer, means[shard.variable.name])
+            except BaseException:
+                for part in stateful:
+                    part.state.rollback()
+                fragment.coming = means
+                raise
+            for shard in moving:
                 x = self.model.read(shard)
-                if name in means:
-                    k = kernels_of(x)
-                    shape, some = tuple(x.shape), _at_least_1d(x)
-                    anchor = k.reshape(self.anchors.state[name], some)
-                    mean = k.to_device_of(k.reshape(means[name], some), anchor)
-                    self._keep(shard, k.reshape(_next_anchor(fragment.optimizer, anchor, mean, name), shape))
-                    now = self._anchor(shard, x)
-                    if merge > 0:
-                        now, own = k.reshape(now, some), k.reshape(k.cast(x, _wide(shard)), some)
-                        now = k.reshape(now + merge * (own - now), shape)
-                    self.model.write(shard, now)
-            for part in (self.anchors, *fragment.optimizer.named_components().values()):
+                now = self._anchor(shard, x)
+                if merge > 0:
+                    k, some = kernels_of(x), _at_least_1d(x)
+                    now, own = k.reshape(now, some), k.reshape(k.cast(x, _wide(shard)), some)
+                    now = k.reshape(now + merge * (own - now), tuple(x.shape))
+                self.model.write(shard, now)
+            for part in stateful:
                 part.state.commit()
         if means:
             # With merge > 0 parameters keep a part of their drift, so they are not the anchors. Of a checkpoint with
@@ -604,6 +608,15 @@ class OuterRounds:
             fragment.applied_at = self.runner.context.step if everywhere else -1
         if fragment.number == fragment.outer.fragments - 1:
             self.model.average_buffers()
+
+    def _move_anchor(self, shard: Shard, optimizer: OuterOptimizer, mean: Tensor) -> None:
+        """Move the anchor of a shard by the mean drift."""
+        name = shard.variable.name
+        before = self.anchors.state[name]
+        k, some = kernels_of(before), _at_least_1d(before)
+        anchor = k.reshape(before, some)
+        mean = k.to_device_of(k.reshape(mean, some), anchor)
+        self._keep(shard, k.reshape(_next_anchor(optimizer, anchor, mean, name), tuple(before.shape)))
 
     def _parts(self, fragment: Fragment) -> list[Component]:
         """Return the parts that a round of a fragment changes."""
@@ -705,6 +718,13 @@ def _at_least_1d(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape) or (1,)
 
 
+def _beside(anchor: Tensor, value: Value) -> Value:
+    """Return a value of an outer optimizer's state with its tensors on an anchor's device."""
+    if isinstance(value, dict):
+        return {key: _beside(anchor, item) for key, item in value.items()}
+    return kernels_of(anchor).to_device_of(value, anchor) if hasattr(value, "shape") else value
+
+
 def _copy(x: Tensor, dtype: str | None = None) -> Tensor:
     k = kernels_of(x)
     copied = k.reshape(k.join([k.flat(x)]), tuple(x.shape))
@@ -718,10 +738,3 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 def _finite(x: Tensor) -> bool:
     return bool(kernels_of(x).all_finite(x))
-def _beside(anchor: Tensor, value: Value) -> Value:
-    """Return a value of an outer optimizer's state with its tensors on an anchor's device."""
-    if isinstance(value, dict):
-        return {key: _beside(anchor, item) for key, item in value.items()}
-    return kernels_of(anchor).to_device_of(value, anchor) if hasattr(value, "shape") else value
-
-

@@ -218,6 +218,32 @@ def test_what_a_step_of_ones_own_returns_must_be_an_anchor():
 METHODS = ("none", "block(bits=4)", "topk(ratio=0.1)", "qsgd", "powersgd(rank=2)", "topk(ratio=0.1) | efsignsgd")
 
 
+class Failing(Doubled):
+    """One whose step fails at a variable, as without memory."""
+
+    fails = False
+
+    def step(self, anchor, drift, name):
+        if self.fails and name == "vector":
+            raise OSError("no memory")
+        return super().step(anchor, drift, name)
+
+
+@on_ranks(2)
+def test_a_step_of_ones_own_that_fails_moves_no_anchor():
+    model, own = Given(SHAPES), Failing()
+    optimizer = distributed(model, outer=own, period=2)
+    run_given(optimizer, model, range(3))
+    kept = optimizer._grace.outer_rounds.anchors.state
+    before, counts = digest(dict(kept)), dict(own.state)
+    own.fails = True
+    refusal(run_given, optimizer, model, range(3, 4), kind=OSError)
+    assert (digest(dict(kept)), dict(own.state)) == (before, counts)
+    own.fails = False
+    optimizer.flush()  # with the means that have come
+    assert dict(own.state) == {name: count + 1 for name, count in counts.items()}
+
+
 class Pair(OuterOptimizer):
     """One that keeps a dict of tensors on the CPU."""
 
@@ -868,6 +894,18 @@ def test_buffers_are_averaged_where_a_round_arrives_that_was_dropped_also_of_a_r
     for one in (run, resumed):
         one.train(range(3, 4))
     assert resumed.ends() == run.ends()
+
+
+@on_ranks(2)
+def test_means_of_a_save_that_failed_are_in_no_later_one():
+    run = Run(RESUMED["fragments"])
+    run.train(range(1))
+    rounds = run.optimizer._grace.outer_rounds
+    collect = rounds._collect
+    with mock.patch.object(rounds, "_collect", side_effect=[collect(rounds.fragments[0]), OSError("lost")]):
+        refusal(run.optimizer.state_dict, kind=OSError)
+    run.train(range(1, 2))
+    assert not run.optimizer.state_dict()["grace"]["state"]["coming"]
 
 
 @pytest.mark.parametrize("period", [6, 4])

@@ -146,7 +146,7 @@ class GraceState(tf.train.experimental.PythonState):
         file: Mapping[str, np.ndarray] = getattr(store, "h5_file", {})  # a store of another format has none
         if BESIDE not in file:
             return None
-        decoded = decode(bytes(file[BESIDE]))
+        decoded = decode(file[BESIDE][()].tobytes())  # in one read: a dataset iterates by one per byte
         BESIDE_WEIGHTS(decoded, "")
         state: SavedState | None = decoded["state"]
         self.session.restore(state)

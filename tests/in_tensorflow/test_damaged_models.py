@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -175,10 +176,14 @@ def test_no_place_of_a_state_may_hold_what_it_must_not(run):
 @pytest.mark.parametrize(
     ("beside", "message"), [({}, "'state' is missing"), ([1], "it should be a dict, and is a list")]
 )
-def test_a_backups_part_that_is_no_state_is_refused_by_name(run, beside, message):
-    store = SimpleNamespace(h5_file={BESIDE: np.frombuffer(encode(beside), np.uint8)})
-    with pytest.raises(grace.ConfigError, match=f"is damaged: {message}"):
-        run.model.optimizer.grace_state.load_beside(store)
+def test_a_backups_part_that_is_no_state_is_read_at_once_and_refused_by_name(run, beside, message, monkeypatch):
+    reads, read = [], h5py.Dataset.__getitem__
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *args: reads.append(args) or read(*args))
+    with h5py.File("backup", "w", driver="core", backing_store=False) as file:
+        file[BESIDE] = np.frombuffer(encode(beside), np.uint8)
+        with pytest.raises(grace.ConfigError, match=f"is damaged: {message}"):
+            run.model.optimizer.grace_state.load_beside(SimpleNamespace(h5_file=file))
+    assert len(reads) == 1
 
 
 @given(data=st.data())

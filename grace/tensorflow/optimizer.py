@@ -109,6 +109,8 @@ class DistributedMixin(NoHorovodSubclass):
     """
 
     _grace: StepSession
+    _finalizer: weakref.finalize
+    """Closes the session, once: when the optimizer is closed, or deleted."""
     _step: _Step
     _exchanged: bool
     """True if the call under way has exchanged its gradients, or accumulates them for a later step."""
@@ -302,9 +304,9 @@ class DistributedMixin(NoHorovodSubclass):
         Graphs that were traced before raise when they run: call ``model.compile`` again. Of a LossScaleOptimizer close
         the optimizer in it, by ``optimizer.inner_optimizer.close()``.
         """
-        self._grace.close()
+        self._finalizer()
         del self.grace_state
-        for name in ("_grace", "_step", "_exchanged", "_accumulated"):
+        for name in ("_grace", "_finalizer", "_step", "_exchanged", "_accumulated"):
             object.__delattr__(self, name)
         self.__class__ = type(self).__bases__[0]  # type: ignore[assignment]
 
@@ -558,10 +560,12 @@ def DistributedOptimizer(
     )
     inner.__class__ = _distributed_class(cls)
     register_as(inner.__class__, cls)
-    for name, value in (("_grace", session), ("_step", _Step()), ("_exchanged", False), ("_accumulated", set())):
+    finalizer = weakref.finalize(inner, session.close)
+    finalizer.atexit = False
+    added = {"_grace": session, "_finalizer": finalizer, "_step": _Step(), "_exchanged": False, "_accumulated": set()}
+    for name, value in added.items():
         object.__setattr__(inner, name, value)  # Keras's __setattr__ would track and copy what is in them
     inner.grace_state = GraceState(session)
-    weakref.finalize(inner, session.close).atexit = False
     patch_check_finite()
     if inner.built:
         _retrace_models_of(inner)

@@ -63,6 +63,18 @@ def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(graph):
     assert w.numpy().tolist() == [0.25, -6.5]
 
 
+def test_of_a_closed_optimizer_nothing_is_left_once_another_exchanges():
+    """The last bucket that was exchanged is kept, to be named if the engine fails."""
+    w, optimizer, sessions = tf.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5), []
+    for _ in range(2):
+        grace.DistributedOptimizer(optimizer, "topk(ratio=0.5)")
+        optimizer.apply_gradients([(tf.constant([1.0, 4.0]), w)])
+        sessions.append(weakref.ref(optimizer._grace))
+        optimizer.close()
+    gc.collect()
+    assert sessions[0]() is None
+
+
 def test_what_a_deleted_optimizer_used_serves_another_one():
     given, w = Allgather("topk(ratio=0.5)"), tf.Variable([1.0, 2.0])
     for _ in range(2):

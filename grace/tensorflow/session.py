@@ -169,7 +169,7 @@ class Session:
         plan = StrategyPlan(resumed.strategy)
         runner = build_replacement(former, plan, self.check)
         try:
-            checkpoint.load(runner, lambda: saved, memory, self.from_tensors)
+            checkpoint.load(runner, lambda: saved, memory, functools.partial(from_tensors, representation_of(runner)))
         except BaseException:
             runner.close()
             raise

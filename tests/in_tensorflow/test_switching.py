@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import grace
 from grace.core.variable import Variable
+from grace.planner.uniform_plans import uniform_strategy
 from grace.strategy import ShardPlan, Strategy, Sync, VariablePlan
 from grace.tensorflow import Compressor, Traits
 from grace.tensorflow.representation import Tensors
@@ -221,3 +222,19 @@ def test_what_graphs_have_around_an_exchange_is_not_left_out(local):
         loop.steps([2])
     loop.trace()
     loop.steps([2])
+
+
+def test_a_saved_plan_of_a_users_own_method_is_gone_on_with_by_tensors(local):
+    """The exchange begins with sums, which compute with arrays."""
+    one, two = Loop("auto", False), Loop("auto", False)
+    with registered(Halves):
+        for loop in (one, two):
+            loop.steps(range(2))
+        driver = one.optimizer._grace.driver
+        driver.strategies["halves"] = uniform_strategy(one.optimizer._grace.runner.variables, 1, "halves")
+        assert driver._switch_to("halves")
+        one.steps(range(2, 4))
+        two.optimizer.load_state(one.optimizer.state())
+        kept = [value for part in two.optimizer._grace.runner.state().values() for value in part.values()]
+        assert kept
+        assert all(map(tf.is_tensor, kept))

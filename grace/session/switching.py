@@ -17,6 +17,7 @@ from grace.exchange.sparse_codec import RowMemory
 from grace.exchange.sparse_rows import Gradient, SparseRows
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
+from grace.session.agreement import gather_or_raise
 from grace.session.bucketing import make_buckets
 from grace.session.exchange_plan import ExchangePlan
 from grace.session.reshard import Partition, join_shards, without_parameters
@@ -33,6 +34,7 @@ def switch_plan(
     former: StepRunner,
     plan: ExchangePlan,
     like: Callable[[str], Tensor],
+    flush: Callable[[], None],
     check: Callable[[Communicator], None] = lambda communicator: None,
     check_plan: Callable[[StepRunner], None] = lambda made: None,
     inside: Callable[[StepRunner, SavedState], SavedState] = lambda made, saved: saved,
@@ -44,6 +46,7 @@ def switch_plan(
         former: the runner so far.
         plan: the new plan; if it is a strategy, rank 0's is used.
         like: returns a tensor like a variable's gradient, by name.
+        flush: runs a last outer round. It is called once all ranks accept the plan.
         check, check_plan: raise an error if a communicator, or the new runner, does not suit the run.
         inside: converts the former runner's state to the tensors that the new one computes with.
 
@@ -56,11 +59,18 @@ def switch_plan(
     made = build_replacement(former, plan, check)
     try:
         error = None
+        try:
+            check_plan(made)
+        except Exception as raised:
+            error = raised
+        gather_or_raise(former.backend, "a plan", None, error, "refused the plan")
+        if former.outer_rounds:  # a refused plan must not end a period early
+            flush()
+            saved = checkpoint.save(former)
         lost = _find_lost(former, made)
         saved = _without_lost(saved, former, made, lost)
         loaded = checkpoint.Loaded(None)
         try:
-            check_plan(made)
             loaded = checkpoint.prepare(made, saved, "keep", lambda saved: inside(made, saved))
         except Exception as raised:
             error = raised

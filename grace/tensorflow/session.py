@@ -224,7 +224,8 @@ class Session:
             return from_tensors(representation_of(made), value)
 
         with self.representation.computing():
-            self.use_runner(switch_plan(former, plan, like, self.check, self.check_plan, convert), plan)
+            made = switch_plan(former, plan, like, self.flush, self.check, self.check_plan, convert)
+            self.use_runner(made, plan)
 
     def use_strategy(self, strategy: StrategyArg, resources: ResourcesArg | None = None) -> None:
         """Switch to another strategy, as :meth:`grace.tensorflow.optimizer.DistributedMixin.use_strategy` documents."""
@@ -241,7 +242,6 @@ class Session:
             return
         if self.runner.in_progress:  # in a step that failed: its state is dropped, as it never updated a variable
             self.runner.abort()
-        self.flush()
         alone_before = self.runner.outer_rounds.fragment_of
         self.switch(StrategyPlan(strategy, resources=resources))
         if returns_to_step(alone_before, self.runner):

@@ -466,9 +466,8 @@ class Session:
         """Switch to another plan between two steps, on every rank; see :func:`switch_plan`, which may raise."""
         checkpoint.check_settled(self)
         self.commit_used_means()
-        self.flush()
-        own = self.parameters.__getitem__
-        self.switch_runner(switch_plan(self.runner, plan, own, self._check_communicator, self._check_plan), plan)
+        own, checks = self.parameters.__getitem__, (self._check_communicator, self._check_plan)
+        self.switch_runner(switch_plan(self.runner, plan, own, self.flush, *checks), plan)
 
     def build_runner(self, strategy: Strategy) -> tuple[StepRunner, ExchangePlan]:
         """Return a runner for a strategy, into which a state is to be loaded, and its plan. Every rank must call it."""

@@ -238,3 +238,14 @@ def test_a_saved_plan_of_a_users_own_method_is_gone_on_with_by_tensors(local):
         kept = [value for part in two.optimizer._grace.runner.state().values() for value in part.values()]
         assert kept
         assert all(map(tf.is_tensor, kept))
+
+
+def test_a_refused_strategy_does_not_end_a_period(local):
+    loop = Loop(None, False, outer="nesterov(lr=0.5)", period=4)
+    loop.steps(range(1))
+    before = digest(loop.values)
+    with pytest.raises(grace.ConfigError, match="did you mean 'topk'"):
+        loop.optimizer.use_strategy("uniform(compressor=tokp)")
+    assert digest(loop.values) == before
+    loop.use(PLAIN)
+    assert digest(loop.values) != before

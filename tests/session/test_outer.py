@@ -1061,6 +1061,17 @@ def test_another_strategy_goes_on_from_a_last_round():
     return before, digest(weights(model))
 
 
+def test_a_refused_strategy_does_not_end_a_period(local):
+    model = net()
+    optimizer = distributed(model, outer="nesterov(lr=0.5)", period=4)
+    train(model, optimizer, range(1))
+    before = digest(weights(model))
+    assert "did you mean 'topk'" in refusal(optimizer.use_strategy, "uniform(compressor=tokp)")
+    assert digest(weights(model)) == before
+    optimizer.use_strategy("uniform")
+    assert digest(weights(model)) != before
+
+
 @pytest.mark.parametrize(("in_one_file", "each_alone"), [(True, False), (True, True), (False, False)])
 @on_ranks(2)
 def test_a_run_in_step_that_loads_ranks_which_trained_alone_keeps_them_together(in_one_file, each_alone):

@@ -70,7 +70,7 @@ class _Step:
         absent: variables that have no gradient on this rank.
         given: ids of the variables that ``apply`` was called with.
         variables: the variables that Keras applies gradients to.
-        held: absent variables among them, and the zeros that stand for their gradients.
+        held: absent variables among them, and what stands for their gradients: zeros, or :data:`LEAST`.
         found: for each absent variable, True if another rank had a gradient (a bool, or a scalar tensor).
         in_range: False if a loss scale skips this step, because a mean is not finite.
     """
@@ -126,7 +126,7 @@ class DistributedMixin(NoHorovodSubclass):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[TapeGradient, AnyVariable]]) -> "tf.Variable":
-        """Exchange the gradients, and update the variables with their means."""
+        """Update the variables with the means of these gradients, which Keras lets ``apply`` exchange."""
         return self._call_checked("apply_gradients", super().apply_gradients, grads_and_vars)  # type: ignore[misc]
 
     def _call_checked(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -158,7 +158,7 @@ class DistributedMixin(NoHorovodSubclass):
         # A rank without any gradient takes part in the exchange of the others.
         alone = self._grace.backend.size == 1 and all(gradient is None for gradient in grads)
         if not usable or not grads or alone:
-            super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
+            super().apply(grads, trainable_variables)  # type: ignore[misc]  # Keras raises, or returns if there are no gradients
             self._exchanged = not grads
             return
         if len(set(given)) < len(given):
@@ -222,7 +222,7 @@ class DistributedMixin(NoHorovodSubclass):
         self._step.variables = [variable for _, variable in pairs]
         super()._backend_apply_gradients([gradient for gradient, _ in pairs], self._step.variables)  # type: ignore[misc]
 
-    def _absent_of_all(self) -> set[int]:
+    def _absent_here(self) -> set[int]:
         """Return the ids of variables that this rank has no gradient of, nor has accumulated one since the last
         exchange."""
         # What was accumulated for a variable that this call is not given, of a layer that was frozen meanwhile, is
@@ -234,12 +234,21 @@ class DistributedMixin(NoHorovodSubclass):
 
     def _clip_gradients(self, grads: list[TapeGradient]) -> list[TapeGradient]:
         """Exchange the gradients, and clip the means as the user chose. Called by Keras."""
+        means = self._exchange(grads)
+        return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in self._step.variables])  # type: ignore[misc]
+
+    def _exchange(self, grads: list[TapeGradient]) -> dict[int, Mean]:
+        """Exchange the gradients, and return the means by the ids of variables; note which were found and are finite.
+
+        Raises:
+            ConfigError: this call leaves out variables whose means are delayed.
+        """
         self._exchanged = True
         step = self._step
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
         # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
-        absent = self._absent_of_all()
+        absent = self._absent_here()
         gradients = [None if _key(v) in absent else gradient_of.get(_key(v)) for v in variables]
         exchanged = self._grace.exchange(gradients, variables, self.learning_rate, value_of(self.iterations))
         self._grace.take_anchors()
@@ -249,7 +258,7 @@ class DistributedMixin(NoHorovodSubclass):
         step.found = {key: means[key].found for key in means if key in step.absent.keys() | self._grace.delayed_ids}
         if self._grace.loss_scaled:
             step.in_range = all_finite(exchanged)
-        return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
+        return means
 
     def _update_if_found(self, variable: keras.Variable, update: Callable[[], object]) -> None:
         """Update a variable, unless no rank had a gradient for it."""
@@ -534,9 +543,8 @@ def DistributedOptimizer(
     compressor = compressor_for(inner, compression, compressor)
     check_not_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
-    optimizer_ref: Callable[[], keras.optimizers.Optimizer] = weakref.ref(
-        inner
-    )  # the optimizer holds the session: no circle
+    # the optimizer holds the session: no circle
+    optimizer_ref: Callable[[], keras.optimizers.Optimizer] = weakref.ref(inner)
     cls: type = type(inner)
     session = StepSession(
         Choices(compressor, memory, communicator, strategy, resources, outer, period),

@@ -559,7 +559,7 @@ class OuterRounds:
                 which = (names or fragment.buckets[0].names)[0]
                 warn(
                     f"the round of {which!r} after iteration {self.at} was dropped: on a rank its drift, or what was "
-                    "sent of it, was not finite"
+                    "sent of it, was not finite. If no parameter was, choose a compressor of a wider range"
                 )
             return False
         for part in self._parts(fragment):

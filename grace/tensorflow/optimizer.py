@@ -158,7 +158,8 @@ class DistributedMixin(NoHorovodSubclass):
         # A rank without any gradient takes part in the exchange of the others.
         alone = self._grace.backend.size == 1 and all(gradient is None for gradient in grads)
         if not usable or not grads or alone:
-            super().apply(grads, trainable_variables)  # type: ignore[misc]  # Keras raises, or returns if there are no gradients
+            # Keras raises its own error, or returns if there are no gradients.
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
             self._exchanged = not grads
             return
         if len(set(given)) < len(given):
